@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch grids: which ones the engine can choose for an image, and which of them fit a run.
+
+The arithmetic is vLLM's `DynamicResolutionImageTiler.process_media` and `compute_params`
+(vllm/transformers_utils/processors/nano_nemotron_vl.py), which transformers repeats as `get_patch_grid_size`
+(models/nemotron_h_omni/image_processing_nemotron_h_omni.py). It is repeated here to the last bit, banker's
+rounding included, because a run length is only evidence when the arithmetic that produced it is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+Size = tuple[int, int]
+"""(height, width) in pixels."""
+
+
+class Grid(NamedTuple):
+    """A patch grid: how many patches an image is cut into, (height, width)."""
+
+    height: int
+    width: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.height * self.width
+
+    def num_tokens(self, merge_size: int = 2) -> int:
+        """Context tokens of this grid: every `merge_size` x `merge_size` patches become one."""
+        return self.height * self.width // merge_size**2
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class DynamicTiler:
+    """The dynamic-resolution arithmetic of one processor; all budgets count patches.
+
+    `patch_size` is in pixels, `merge_size` in patches, and a `max_num_patches` of 0 means no limit.
+    """
+
+    patch_size: int
+    merge_size: int
+    min_num_patches: int
+    max_num_patches: int
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "merge_size", "min_num_patches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_patches < 0:
+            raise ValueError(f"max_num_patches must be 0 (no limit) or positive, got {self.max_num_patches}")
+
+    def grid(self, size: Size, budget: int) -> Grid:
+        """The grid that the engine chooses for one image under a budget of patches.
+
+        Where the engine's own arithmetic divides by zero (a side that floors to no patch at all, on aspect
+        ratios of about a thousand), that side counts as one patch.
+        """
+        height, width = _own_grid(size, self.patch_size)
+        factor = min(math.sqrt(budget / (height * width)), 1.0)
+        height, width = math.floor(factor * height), math.floor(factor * width)
+        if budget > self.min_num_patches and height * width < self.min_num_patches:
+            height, width = max(height, 1), max(width, 1)
+            factor = math.sqrt(self.min_num_patches / (height * width))
+            height, width = math.ceil(factor * height), math.ceil(factor * width)
+        height = self._snap(height, width, budget)
+        width = self._snap(width, height, budget)
+        return Grid(height, width)
+
+    def _snap(self, side: int, other: int, budget: int) -> int:
+        """Round one side to the merge size: up where the budget allows it, down otherwise."""
+        rest = side % self.merge_size
+        if not rest:
+            return side
+        up = side + self.merge_size - rest
+        return up if up * other <= budget else max(self.merge_size, side - rest)
+
+    def static_grid(self, size: Size) -> Grid:
+        """The grid of an image that has the whole configured budget to itself."""
+        return self.grid(size, self.max_budget(size))
+
+    def max_budget(self, size: Size) -> int:
+        """The largest budget that still makes a difference for this size."""
+        height, width = _own_grid(size, self.patch_size)
+        factor = max(1.0, math.sqrt(self.min_num_patches / (height * width)))
+        rounded_up = (math.ceil(factor * height) + self.merge_size) * (math.ceil(factor * width) + self.merge_size)
+        ceiling = max(rounded_up, self.min_num_patches + 1)
+        if not self.max_num_patches:
+            return ceiling
+        return max(self.min_num_patches, min(self.max_num_patches, ceiling))
+
+    def feasible_grids(self, size: Size, num_tokens: int) -> tuple[Grid, ...]:
+        """Every grid with `num_tokens` context tokens that some budget leads to, sorted.
+
+        Budgets run from `min_num_patches` to `max_num_patches`. The token count is not monotone in the budget,
+        so all of them are evaluated, once per size, in one vectorised pass.
+        """
+        if num_tokens < 1:
+            return ()
+        return _reachable(self, (int(size[0]), int(size[1]))).get(int(num_tokens), ())
+
+    def joint_grids(self, sizes: Sequence[Size], num_tokens: int) -> tuple[Grid, ...] | None:
+        """The grids of all images of one request that share `num_tokens` context tokens (vLLM `compute_params`).
+
+        Returns None where the engine's own iteration does not settle and it would refuse the request.
+        """
+        if not sizes:
+            return ()
+        available = max(num_tokens * self.merge_size**2, self.min_num_patches * len(sizes))
+        ceiling = min(available, self.max_num_patches) if self.max_num_patches else available
+        budgets = [max(ceiling, self.min_num_patches)] * len(sizes)
+        for _ in range(10):
+            grids = tuple(self.grid(size, budget) for size, budget in zip(sizes, budgets, strict=True))
+            total = sum(grid.num_patches for grid in grids)
+            if total <= available:
+                return grids
+            scale = available / total
+            scaled = [max(self.min_num_patches, int(grid.num_patches * scale)) for grid in grids]
+            shrank = any(new < old for new, old in zip(scaled, budgets, strict=True))
+            budgets = scaled if shrank else [self.min_num_patches] * len(sizes)
+        return None
+
+
+def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
+    """The image's own grid before any budget; `round(x + 0.5)` with banker's rounding, as in the engine."""
+    height, width = size
+    if height < 1 or width < 1:
+        raise ValueError(f"an image needs at least one pixel per side, got (height, width) = ({height}, {width})")
+    return round(height / patch_size + 0.5), round(width / patch_size + 0.5)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]]:
+    """Context tokens -> grids, over every budget; `DynamicTiler.grid` evaluated on an array of budgets."""
+    merge = tiler.merge_size
+    own_height, own_width = _own_grid(size, tiler.patch_size)
+    budget = np.arange(tiler.min_num_patches, tiler.max_budget(size) + 1, dtype=np.int64)
+    factor = np.minimum(np.sqrt(budget / (own_height * own_width)), 1.0)
+    height = np.floor(factor * own_height).astype(np.int64)
+    width = np.floor(factor * own_width).astype(np.int64)
+
+    grow = (budget > tiler.min_num_patches) & (height * width < tiler.min_num_patches)
+    if grow.any():
+        low_height, low_width = np.maximum(height[grow], 1), np.maximum(width[grow], 1)
+        factor = np.sqrt(tiler.min_num_patches / (low_height * low_width))
+        height[grow] = np.ceil(factor * low_height).astype(np.int64)
+        width[grow] = np.ceil(factor * low_width).astype(np.int64)
+
+    def snap(side: np.ndarray, other: np.ndarray) -> np.ndarray:
+        rest = side % merge
+        up = side + merge - rest
+        down = np.maximum(merge, side - rest)
+        return np.where(rest == 0, side, np.where(up * other <= budget, up, down))
+
+    height = snap(height, width)
+    width = snap(width, height)
+    changes = np.flatnonzero((np.diff(height) != 0) | (np.diff(width) != 0)) + 1
+    firsts = np.concatenate(([0], changes))
+    table: dict[int, tuple[Grid, ...]] = {}
+    for grid in sorted(set(zip(height[firsts].tolist(), width[firsts].tolist(), strict=True))):
+        grid = Grid(*grid)
+        table[grid.num_tokens(merge)] = (*table.get(grid.num_tokens(merge), ()), grid)
+    return table

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placeholder runs: where the engine put media into a sequence of token ids."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+
+class RunKind(enum.Enum):
+    """How a block of context tokens is delimited."""
+
+    WRAPPED = "wrapped"
+    """`<img>` + N x `<image>` + `</img>`: what the engine writes for one image or tubelet."""
+    EMPTY = "empty"
+    """`<img></img>` with nothing between: a tubelet whose tokens were pruned away."""
+    BARE = "bare"
+    """Neither delimiter: a phantom from text, or a token that the policy sampled."""
+    UNOPENED = "unopened"
+    """No start token: the head of the run was cut off."""
+    UNCLOSED = "unclosed"
+    """No end token: the tail of the run was cut off."""
+
+
+_KINDS = tuple(RunKind)
+_CODE = {kind: code for code, kind in enumerate(_KINDS)}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The three token ids that delimit media, read from a tokenizer and never hard-coded.
+
+    Raises:
+        ValueError: when two of the ids are equal, so that a run could not be told from its delimiters.
+    """
+
+    start_id: int
+    context_id: int
+    end_id: int
+
+    def __post_init__(self) -> None:
+        if len({self.start_id, self.context_id, self.end_id}) != 3:
+            raise ValueError(
+                f"a placeholder grammar needs three different token ids, got start_id={self.start_id}, "
+                f"context_id={self.context_id}, end_id={self.end_id}; check that the tokenizer knows all three "
+                "media tokens (an unknown token maps to the same id as every other unknown token)"
+            )
+
+
+@dataclass(frozen=True)
+class PlaceholderRun:
+    """One maximal block of context tokens, or one empty `<img></img>`.
+
+    `offset` is the index of the first context token; for an empty run it is the index of the end token, where
+    the first context token would have stood. `length` counts context tokens.
+    """
+
+    offset: int
+    length: int
+    kind: RunKind
+
+
+class PlaceholderRuns(Sequence[PlaceholderRun]):
+    """The runs of one sequence, in order, held as arrays and turned into objects only when read.
+
+    `offsets` int64 [runs], `lengths` int64 [runs], and `kinds` int8 [runs] (positions in `RunKind`).
+    """
+
+    __slots__ = ("kinds", "lengths", "offsets")
+
+    def __init__(self, offsets: np.ndarray, lengths: np.ndarray, kinds: np.ndarray) -> None:
+        self.offsets, self.lengths, self.kinds = offsets, lengths, kinds
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> PlaceholderRun: ...
+    @overload
+    def __getitem__(self, index: slice) -> PlaceholderRuns: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return PlaceholderRuns(self.offsets[index], self.lengths[index], self.kinds[index])
+        return PlaceholderRun(int(self.offsets[index]), int(self.lengths[index]), _KINDS[self.kinds[index]])
+
+    def __iter__(self) -> Iterator[PlaceholderRun]:
+        rows = zip(self.offsets.tolist(), self.lengths.tolist(), self.kinds.tolist(), strict=True)
+        return (PlaceholderRun(offset, length, _KINDS[kind]) for offset, length, kind in rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"PlaceholderRuns({list(self)!r})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Context tokens over all runs: the number of features that the forward expects."""
+        return int(self.lengths.sum())
+
+    def of_kind(self, kind: RunKind) -> PlaceholderRuns:
+        """The runs of one kind, in order."""
+        keep = self.kinds == _CODE[kind]
+        return PlaceholderRuns(self.offsets[keep], self.lengths[keep], self.kinds[keep])
+
+
+def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
+    """Find every maximal block of context tokens and every empty pair of delimiters, in order.
+
+    Takes a list, an array or a CPU tensor of ids [tokens]; vectorised, O(tokens). Never raises on content:
+    a run that makes no sense is returned with the kind that says so, and `align.turn` judges it.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"token ids must be one sequence [tokens], got an array of shape {list(ids.shape)}")
+    empty = np.empty(0, dtype=np.int64)
+    if ids.size == 0:
+        return PlaceholderRuns(empty, empty, empty.astype(np.int8))
+
+    context = ids == grammar.context_id
+    edges = np.flatnonzero(context[1:] != context[:-1]) + 1
+    if context[0]:
+        edges = np.concatenate(([0], edges))
+    if context[-1]:
+        edges = np.concatenate((edges, [ids.size]))
+    begin, end = edges[0::2], edges[1::2]
+
+    opened = (begin > 0) & (ids[np.maximum(begin, 1) - 1] == grammar.start_id)
+    closed = (end < ids.size) & (ids[np.minimum(end, ids.size - 1)] == grammar.end_id)
+    kinds = np.full(len(begin), _CODE[RunKind.BARE], dtype=np.int8)
+    kinds[opened] = _CODE[RunKind.UNCLOSED]
+    kinds[closed] = _CODE[RunKind.UNOPENED]
+    kinds[opened & closed] = _CODE[RunKind.WRAPPED]
+
+    starts = np.flatnonzero(ids == grammar.start_id) + 1
+    starts = starts[starts < ids.size]
+    hollow = starts[ids[starts] == grammar.end_id]
+    if hollow.size == 0:
+        return PlaceholderRuns(begin, end - begin, kinds)
+
+    offsets = np.concatenate((begin, hollow))
+    lengths = np.concatenate((end - begin, np.zeros_like(hollow)))
+    kinds = np.concatenate((kinds, np.full(hollow.size, _CODE[RunKind.EMPTY], dtype=np.int8)))
+    order = np.argsort(offsets, kind="stable")
+    return PlaceholderRuns(offsets[order], lengths[order], kinds[order])
