@@ -12,8 +12,9 @@ Nothing here uses audio or those two operators, so it is enough that the imports
 the real library was tried and failed, and only beside a CPU-only torch: on a matching installation, or on a
 CUDA one, this module changes nothing.
 
-``python -m nemo_rl_ext.cpu_wheels install`` writes a one-line ``.pth`` file into the environment, so that every
-interpreter there (Ray workers included) calls ``activate()`` at start. That is why only ``sys`` is imported here.
+``python -m nemo_rl_ext.cpu_wheels install`` writes a one-line ``.pth`` file into the environment, so that
+every interpreter there (Ray workers included) calls ``activate()`` at start. That is why only ``sys`` is
+imported here.
 """
 
 import sys
@@ -95,7 +96,8 @@ class _CuringLoader:
             self._loader.exec_module(module)
         except OSError as error:
             if self._cure is None and _torch_is_cpu_only():
-                raise ImportError(f"{module.__name__} does not load beside a CPU-only torch: {error}") from error
+                message = f"{module.__name__} does not load beside a CPU-only torch: {error}"
+                raise ImportError(message) from error
             raise
         if self._cure is not None:
             self._cure(module)
@@ -124,7 +126,7 @@ def activate():
 
 
 def install(site_packages=None):
-    """Write the ``.pth`` file into an environment's site-packages (default: this interpreter's) and return its path."""
+    """Write the ``.pth`` file into site-packages (default: this interpreter's) and return its path."""
     import os
     import sysconfig
 

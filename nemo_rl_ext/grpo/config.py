@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the embedded GRPO run: NeMo-RL's names, plus the block ``grpo.media_alignment``.
+
+``load_config`` reads YAML with ``defaults:`` inheritance, applies ``key=value`` overrides and validates the
+result into frozen models. Every fault is one line of a ``ConfigError``: the file and line (or the override),
+the dotted key, what was expected and what was found; unknown keys are refused with the known ones listed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nemo_rl_ext.grpo.config_faults import explain_fault
+from nemo_rl_ext.grpo.config_source import ConfigError, load_sources
+
+__all__ = ["Config", "ConfigError", "load_config"]
+
+# YAML has no path type: a string becomes a path although everything else is strict.
+ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
+Verdict = Literal["mask", "raise"]
+
+
+class Block(BaseModel):
+    """A block of the configuration: keyword-only, immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class MediaAlignmentConfig(Block):
+    """``grpo.media_alignment``: make the training tensors fit the placeholder runs of each rollout."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Align every turn's media. When false, tensors are the processor's own, and a turn that "
+        "the engine re-sized stops the run with the feature and placeholder counts.",
+    )
+    on_ambiguous: Verdict = Field(
+        default="mask",
+        description="What happens to a row whose patch grid is not determined by its tokens: 'mask' keeps it "
+        "with zero loss, 'raise' stops the run.",
+    )
+    on_unalignable: Verdict = Field(
+        default="mask",
+        description="What happens to a row whose media cannot be made to fit its tokens: 'mask' or 'raise'.",
+    )
+    max_masked_fraction: float = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="The run stops with a diagnosis when a larger share of the rows in the window is masked.",
+    )
+    masked_window: int = Field(
+        default=256,
+        ge=1,
+        description="Number of most recent rows over which max_masked_fraction is judged, once it is full.",
+    )
+    num_aligners: int = Field(default=1, ge=1, description="RolloutAligner actors, one CPU each.")
+    ban_media_tokens: bool = Field(
+        default=True,
+        description="Make placeholder tokens unsampleable, in the engine and in the training log-probs "
+        "alike.",
+    )
+    cache_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="Bytes of repaired tensors that each aligner keeps by (content hash, grid); 0 keeps "
+        "none.",
+    )
+    geometry_source: Literal["captured", "runs"] = Field(
+        default="captured",
+        description="Where patch grids come from: 'captured' records the engine's own choice per request, "
+        "'runs' infers it from the placeholder runs alone.",
+    )
+
+
+class AsyncGRPOConfig(Block):
+    """``grpo.async_grpo``: how far generation may run ahead of training."""
+
+    enabled: bool = Field(default=True, description="Generate while training; false alternates strictly.")
+    max_trajectory_age_steps: int = Field(
+        default=1,
+        ge=1,
+        description="Training steps by which a trajectory's weights may be older than the policy's.",
+    )
+    in_flight_weight_updates: bool = Field(
+        default=True,
+        description="Push new weights between the engine's requests without waiting for a group to finish.",
+    )
+
+
+class GRPOConfig(Block):
+    """``grpo``: the shape of a step and of the run."""
+
+    num_prompts_per_step: int = Field(default=8, ge=1, description="Prompt groups per training step.")
+    num_generations_per_prompt: int = Field(
+        default=8,
+        ge=2,
+        description="Rollouts per prompt group; advantages are relative to the group, so >= 2.",
+    )
+    max_num_steps: int = Field(default=80, ge=1, description="Training steps of the run.")
+    max_rollout_turns: int = Field(default=2, ge=1, description="Assistant turns per rollout at most.")
+    normalize_rewards: bool = Field(
+        default=True, description="Divide a group's centred rewards by their standard deviation."
+    )
+    val_period: int = Field(
+        default=20,
+        ge=0,
+        description="Steps between evaluations; 0 evaluates only at the end.",
+    )
+    val_at_start: bool = Field(default=True, description="Evaluate before the first step.")
+    max_val_samples: int = Field(default=128, ge=1, description="Held-out prompts per evaluation at most.")
+    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and initialisation.")
+    deduplicate_multimodal_data: bool = Field(
+        default=True,
+        description="The rollouts of a prompt group share one set of static tensors by reference.",
+    )
+    async_grpo: AsyncGRPOConfig = Field(
+        default_factory=AsyncGRPOConfig, description="How far generation may run ahead of training."
+    )
+    media_alignment: MediaAlignmentConfig = Field(
+        default_factory=MediaAlignmentConfig, description="Alignment of training tensors with the rollout."
+    )
+
+
+class LossConfig(Block):
+    """``loss_fn``: the clipped policy gradient."""
+
+    ratio_clip_min: float = Field(
+        default=0.2,
+        ge=0.0,
+        lt=1.0,
+        description="Ratios are clipped below at 1 - this.",
+    )
+    ratio_clip_max: float = Field(default=0.2, ge=0.0, description="Ratios are clipped above at 1 + this.")
+    token_level_loss: bool = Field(
+        default=True,
+        description="Average over all unmasked tokens of the step; false averages per sequence first.",
+    )
+
+
+class OptimizerConfig(Block):
+    """``policy.optimizer``: AdamW."""
+
+    lr: float = Field(default=1e-3, gt=0.0, description="Learning rate.")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="Decoupled weight decay.")
+    betas: list[float] = Field(
+        default=[0.9, 0.999],
+        min_length=2,
+        max_length=2,
+        description="Decay rates of the two moment estimates.",
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="Added to the denominator of the update.")
+
+
+class LimitMMPerPromptConfig(Block):
+    """``policy.generation.vllm_cfg.limit_mm_per_prompt``: media items that one request may carry."""
+
+    image: int = Field(default=4, ge=0, description="Still images per request.")
+    video: int = Field(default=1, ge=0, description="Videos per request.")
+    audio: int = Field(default=0, ge=0, description="Audio clips per request; nothing here reads audio.")
+
+
+class VllmConfig(Block):
+    """``policy.generation.vllm_cfg``: arguments of the in-process vLLM engine."""
+
+    max_model_len: int = Field(
+        default=512, ge=16, description="Context of the engine; its images share max_model_len - 4 tokens."
+    )
+    precision: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Weights and activations of the engine."
+    )
+    enforce_eager: bool = Field(default=True, description="Do not compile or capture graphs.")
+    max_num_seqs: int = Field(default=64, ge=1, description="Sequences that the engine decodes at once.")
+    kv_cache_memory_bytes: int = Field(
+        default=64 << 20, ge=1 << 20, description="Bytes of the engine's key/value cache."
+    )
+    limit_mm_per_prompt: LimitMMPerPromptConfig = Field(
+        default_factory=LimitMMPerPromptConfig, description="Media items that one request may carry."
+    )
+    mm_processor_cache_gb: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="GiB of processed media that the engine keeps; media found there leave the shared "
+        "budget, so grids depend on history when this is above 0.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=False, description="Reuse cached prompt prefixes; must stay off for hybrid models on a CPU."
+    )
+    video_pruning_rate: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of video tokens that the engine prunes (EVS). Pruned videos cannot be aligned: "
+        "anything above 0 is refused while grpo.media_alignment.enabled.",
+    )
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keys of the checkpoint's config.json to replace, passed to vLLM as they are.",
+    )
+
+
+class GenerationConfig(Block):
+    """``policy.generation``: sampling."""
+
+    temperature: float = Field(
+        default=1.0, gt=0.0, description="Sampling temperature, also applied to the training log-probs."
+    )
+    max_new_tokens: int = Field(default=4, ge=1, description="Sampled tokens per assistant turn at most.")
+    allowed_tokens: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="The only tokens that may be sampled, as text of one token each; null allows all. "
+        "Applied to the training log-probs as well.",
+    )
+    vllm_cfg: VllmConfig = Field(
+        default_factory=VllmConfig,
+        description="Arguments of the in-process engine.",
+    )
+
+
+class PolicyConfig(Block):
+    """``policy``: the model that is trained, and how it generates."""
+
+    model_name: str = Field(
+        min_length=1, description="Directory of the checkpoint, loaded by vLLM and transformers alike."
+    )
+    build_tiny_checkpoint: bool = Field(
+        default=False,
+        description="Build the repository's tiny random checkpoint at model_name when that directory is "
+        "missing.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that the checkpoint ships (processors, configuration classes).",
+    )
+    max_total_sequence_length: int = Field(
+        default=512, ge=16, description="Tokens per training row at most, prompt and media included."
+    )
+    precision: Literal["bfloat16", "float32"] = Field(
+        default="float32", description="Weights and activations of the trained policy."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are clipped to this norm.")
+    train_micro_batch_size: int = Field(
+        default=8, ge=1, description="Rows per forward of the policy; does not change the gradient."
+    )
+    generation: GenerationConfig = Field(default_factory=GenerationConfig, description="Sampling.")
+
+
+class DatasetConfig(Block):
+    """``data.train`` and ``data.validation``."""
+
+    data_path: ConfigPath = Field(description="NeMo-Gym style JSONL manifest.")
+
+
+class VideoConfig(Block):
+    """``data.video``: how clips are decoded and sampled, unless a row says otherwise."""
+
+    backend: Literal["decord", "torchcodec"] = Field(default="decord", description="Decoder.")
+    num_frames: int = Field(default=8, ge=1, description="Frames sampled per clip.")
+    decode_timeout_s: float = Field(
+        default=30.0, gt=0.0, description="Seconds after which a decoder that hangs becomes a data failure."
+    )
+
+
+class DataConfig(Block):
+    """``data``: manifests, and what they may make this process read. A manifest is untrusted input."""
+
+    train: DatasetConfig = Field(description="Training prompts.")
+    validation: DatasetConfig | None = Field(
+        default=None,
+        description="Held-out prompts; null never evaluates.",
+    )
+    build_demo_manifest: bool = Field(
+        default=False,
+        description="Build the demo's manifests at the two data_path places when they are missing.",
+    )
+    shuffle: bool = Field(default=True, description="Shuffle the training prompts at every pass over them.")
+    media_roots: list[ConfigPath] = Field(
+        default_factory=list,
+        description="Directories that media paths must stay inside, symlinks resolved; empty means the "
+        "directory of the manifest.",
+    )
+    allow_remote: bool = Field(
+        default=False, description="Fetch http(s) media; private addresses are refused all the same."
+    )
+    max_image_pixels: int = Field(
+        default=64_000_000, ge=1, description="Images with more pixels are refused before they are decoded."
+    )
+    max_media_bytes: int = Field(
+        default=256 << 20, ge=1, description="Media files with more bytes are refused before they are read."
+    )
+    image_max_num_tiles: int | None = Field(
+        default=None, ge=1, description="Tiles per image for fixed-tile processors; a row may set its own."
+    )
+    video: VideoConfig = Field(default_factory=VideoConfig, description="Decoding and sampling of clips.")
+
+
+class NemoGymConfig(Block):
+    """``env.nemo_gym``: the servers that the run starts when ``env.should_use_nemo_gym``."""
+
+    venv: ConfigPath = Field(
+        default=Path(".venv-gym"), description="NeMo-Gym's own Python environment, as built by `make gym`."
+    )
+    config_paths: list[ConfigPath] = Field(
+        default_factory=list, description="Gym configuration files of the agents and resources servers."
+    )
+
+
+class EnvConfig(Block):
+    """``env``: where rewards come from."""
+
+    should_use_nemo_gym: bool = Field(
+        default=False,
+        description="Take rollouts and rewards from NeMo-Gym servers; false scores in this process.",
+    )
+    nemo_gym: NemoGymConfig = Field(default_factory=NemoGymConfig, description="The Gym servers to start.")
+
+
+class LoggerConfig(Block):
+    """``logger``: what a run writes."""
+
+    log_dir: ConfigPath = Field(
+        default=Path("runs/grpo"),
+        description="Run directory: metrics.jsonl, config.yaml, report.html, TensorBoard.",
+    )
+    tensorboard_enabled: bool = Field(default=True, description="Write TensorBoard event files.")
+    report_enabled: bool = Field(default=True, description="Write report.html when the run ends.")
+
+
+class CheckpointingConfig(Block):
+    """``checkpointing``: when the policy and the optimizer are saved."""
+
+    enabled: bool = Field(default=True, description="Write checkpoints; needed for --resume.")
+    checkpoint_dir: ConfigPath | None = Field(
+        default=None, description="Where they go; null means `checkpoints` inside logger.log_dir."
+    )
+    save_period: int = Field(
+        default=20,
+        ge=1,
+        description="Steps between checkpoints; the last step is always saved.",
+    )
+    keep_top_k: int = Field(default=2, ge=1, description="Checkpoints kept; the oldest is deleted first.")
+
+
+class Config(Block):
+    """The whole configuration of ``nemo-rl-ext grpo``."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The shape of a step and of the run.")
+    loss_fn: LossConfig = Field(default_factory=LossConfig, description="The clipped policy gradient.")
+    policy: PolicyConfig = Field(description="The model that is trained, and how it generates.")
+    data: DataConfig = Field(description="Manifests and what they may make this process read.")
+    env: EnvConfig = Field(default_factory=EnvConfig, description="Where rewards come from.")
+    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="What a run writes.")
+    checkpointing: CheckpointingConfig = Field(
+        default_factory=CheckpointingConfig, description="When the policy and the optimizer are saved."
+    )
+
+    @model_validator(mode="after")
+    def _blocks_agree(self) -> "Config":
+        engine = self.policy.generation.vllm_cfg
+        if engine.max_model_len > self.policy.max_total_sequence_length:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}) must not exceed "
+                f"policy.max_total_sequence_length ({self.policy.max_total_sequence_length}): "
+                "rollouts could be longer than training accepts"
+            )
+        if self.policy.generation.max_new_tokens >= engine.max_model_len:
+            raise ValueError(
+                f"policy.generation.max_new_tokens ({self.policy.generation.max_new_tokens}) must be "
+                f"below policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}): no room for a prompt"
+            )
+        if self.grpo.media_alignment.enabled and engine.video_pruning_rate > 0:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.video_pruning_rate must be 0, found {engine.video_pruning_rate}: "
+                "a pruned video (EVS) cannot be aligned; set it to 0 or grpo.media_alignment.enabled=false"
+            )
+        return self
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Directory of the run's checkpoints."""
+        return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
+
+    def to_yaml(self) -> str:
+        """The complete configuration as YAML; ``load_config`` reads it back to an equal object."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and its ``defaults:`` parents, apply ``key=value`` or ``++key=value``, and validate.
+
+    Interpolations (``${policy.max_total_sequence_length}``, ``${oc.env:NAME}``) are OmegaConf's. Raises
+    ``ConfigError`` (a ``ValueError``) with one line per fault.
+    """
+    source = load_sources(path, overrides)
+    try:
+        return Config.model_validate(source.values)
+    except ValidationError as error:
+        faults = [explain_fault(fault, source, Config) for fault in error.errors()]
+        raise ConfigError("\n".join(faults)) from None
