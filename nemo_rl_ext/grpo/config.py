@@ -370,13 +370,13 @@ class Config(Block):
             )
         if self.policy.generation.max_new_tokens >= engine.max_model_len:
             raise ValueError(
-                f"policy.generation.max_new_tokens ({self.policy.generation.max_new_tokens}) must be "
-                f"below policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}): no room for a prompt"
+                f"policy.generation.max_new_tokens ({self.policy.generation.max_new_tokens}) must be below "
+                f"policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}): a prompt needs room too"
             )
         if self.grpo.media_alignment.enabled and engine.video_pruning_rate > 0:
             raise ValueError(
-                f"policy.generation.vllm_cfg.video_pruning_rate must be 0, found {engine.video_pruning_rate}: "
-                "a pruned video (EVS) cannot be aligned; set it to 0 or grpo.media_alignment.enabled=false"
+                "policy.generation.vllm_cfg.video_pruning_rate must be 0 while grpo.media_alignment.enabled, "
+                f"found {engine.video_pruning_rate}: a pruned video (EVS) cannot be aligned"
             )
         return self
 
