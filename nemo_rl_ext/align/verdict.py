@@ -82,8 +82,7 @@ _ADVICE = {
     Reason.CAPTURE_DISAGREES: "the grid that the engine recorded does not have this run's length: the record "
     "belongs to another request",
     Reason.PRUNED_VIDEO: "switch token pruning off (video_pruning_rate: 0): pruned tubelets cannot be trained on",
-    Reason.TUBELET_COUNT: "compare the frames that were sampled on both sides (num_frames, fps, temporal patch "
-    "size)",
+    Reason.TUBELET_COUNT: "compare the frames that were sampled on both sides (num_frames, fps, temporal patch size)",
     Reason.FRAME_GRID: "check video_target_num_patches and video_maintain_aspect_ratio on both sides",
     Reason.FRAME_TIMES: "compare the timestamps in the prompt with the clip's own timing: another decoder, frame "
     "rate or sampler was used",

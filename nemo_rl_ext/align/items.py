@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The media of a turn, as alignment sees them: sizes first, pixels only when a repair needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemo_rl_ext.align.grids import Size
+from nemo_rl_ext.align.verdict import MediaKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaItem:
+    """One image or video of a turn, in prompt order.
+
+    `size` is (height, width) in pixels after decoding. `load` returns uint8 RGB [frames, height, width, 3] and is
+    called only when pixels are needed; it raises `ValueError` or `OSError` when the file is broken.
+    `content_hash` identifies the decoded pixels, so that equal repairs are made once. `error` is set instead
+    when the item could not even be measured.
+    """
+
+    kind: MediaKind = "image"
+    size: Size
+    source: str
+    content_hash: str = ""
+    load: Callable[[], np.ndarray] | None = field(default=None, compare=False, repr=False)
+    num_frames: int = 1
+    frame_indices: tuple[int, ...] = ()
+    fps: float = 0.0
+    error: str = ""
+
+    def pixels(self) -> np.ndarray:
+        """Decode the item: uint8 RGB [frames, height, width, 3]."""
+        if self.load is None:
+            raise ValueError(f"{self.kind} {self.source} was described by its size alone and has no pixels to load")
+        frames = self.load()
+        if frames.ndim != 4 or frames.shape[1:] != (*self.size, 3) or frames.dtype != np.uint8:
+            raise ValueError(
+                f"{self.kind} {self.source}: expected uint8 pixels [frames, {self.size[0]}, {self.size[1]}, 3], "
+                f"got {frames.dtype} {list(frames.shape)}; the file changed after it was measured"
+            )
+        return frames

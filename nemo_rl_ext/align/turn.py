@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Align one turn: runs + media + static tensors -> tensors that fit the runs exactly, and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
+from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.plan import EngineRequest, plan_turn
+from nemo_rl_ext.align.runs import find_runs
+from nemo_rl_ext.align.verdict import Reason, TurnReport, Verdict
+
+Render = Callable[[MediaItem, Grid], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedTurn:
+    """The tensors of one turn and what was concluded about them.
+
+    `tensors` is None only for a turn without context tokens. `changed` says that they are not the static ones, so
+    that the turn must be marked and must not be overwritten.
+    """
+
+    tensors: MediaTensors | None
+    report: TurnReport
+    changed: bool
+
+
+def align_turn(
+    token_ids: Sequence[int] | np.ndarray | torch.Tensor,
+    media: Sequence[MediaItem],
+    *,
+    family: MediaFamily,
+    static: MediaTensors | None = None,
+    captured: Sequence[Grid] | None = None,
+    request: EngineRequest | None = None,
+    render: Render | None = None,
+    row_id: str = "",
+    turn: int = 0,
+) -> AlignedTurn:
+    """Make a turn's media fit the placeholder runs in its token ids [tokens].
+
+    Total over rollouts: whatever the ids and however broken the media, the returned tensors project to exactly one
+    feature per context token. Matched turns return `static` itself; repaired turns are rendered on the engine's
+    grids; a turn that cannot be proven gets neutral media and `report.neutral`. `render` may cache
+    (default: `family.render`).
+
+    Raises:
+        ValueError: for arguments that contradict each other (a programmer's fault), never for content.
+    """
+    if captured is not None and len(captured) != len(media):
+        raise ValueError(f"captured grids must be one per media item: {len(captured)} for {len(media)} items")
+    runs = find_runs(token_ids, family.grammar)
+    static_grids = _item_grids(static, media, family)
+    report = plan_turn(
+        runs,
+        media,
+        family,
+        static_grids=static_grids,
+        captured=captured,
+        request=request,
+        row_id=row_id,
+        turn=turn,
+    )
+    if report.neutral:
+        return _neutral(report, family)
+    if not media:
+        return AlignedTurn(tensors=None, report=report, changed=False)
+    if static is not None and all(item.verdict is Verdict.MATCHED for item in report.media):
+        return AlignedTurn(tensors=static, report=report, changed=False)
+
+    started = time.perf_counter()
+    rendered: list[torch.Tensor] = []
+    for index, (item, item_report) in enumerate(zip(media, report.media, strict=True)):
+        try:
+            rendered.append((render or family.render)(item, item_report.grid))
+        except (ValueError, OSError) as error:
+            return _neutral(_decode_failed(report, index, error), family)
+    tensors = family.pack(media, [item.grid for item in report.media], rendered)
+    assert tensors.num_features(family.merge_size) == report.num_context_tokens, str(report)
+    report = dataclasses.replace(report, repair_ms=(time.perf_counter() - started) * 1e3)
+    return AlignedTurn(tensors=tensors, report=report, changed=static is not None or report.repaired)
+
+
+def _item_grids(
+    static: MediaTensors | None, media: Sequence[MediaItem], family: MediaFamily
+) -> tuple[Grid, ...] | None:
+    """One grid per item from static tensors, which hold one per image and per tubelet.
+
+    Tensors that hold another number of grids than the media need are no evidence: the processor's own arithmetic
+    is used, and their turn can never be matched by them.
+    """
+    if static is None:
+        return None
+    counts = [family.num_runs(item) for item in media]
+    if len(static.grids) != sum(counts):
+        return None
+    starts = np.concatenate(([0], np.cumsum(counts)))[:-1].astype(int)
+    return tuple(static.grids[start] for start in starts)
+
+
+def _neutral(report: TurnReport, family: MediaFamily) -> AlignedTurn:
+    lengths = [length for length in report.found if length]
+    tensors = family.neutral(lengths) if lengths else None
+    return AlignedTurn(tensors=tensors, report=report, changed=True)
+
+
+def _decode_failed(report: TurnReport, index: int, error: Exception) -> TurnReport:
+    media: list[Any] = list(report.media)
+    media[index] = dataclasses.replace(
+        media[index],
+        verdict=Verdict.UNALIGNABLE,
+        reason=Reason.DECODE_FAILED,
+        detail=str(error),
+        grid=None,
+        grid_source=None,
+    )
+    return dataclasses.replace(report, media=tuple(media), neutral=True)
