@@ -151,7 +151,7 @@ def load_command(function: str):
     try:
         present = find_spec(module) is not None
     except ModuleNotFoundError as error:
-        # A missing parent package is an absent area; anything else missing is that area's fault and must show.
+        # A missing parent package is an absent area; anything else missing is a fault that must show.
         if not module.startswith(f"{error.name}."):
             raise
         present = False

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# VENV=dir        environment to build or reuse          PYTHON=path     CPython 3.11 to build it with
+# TORCH_INDEX=url index with +cpu builds of torch        ARGS="..."      further arguments of demo, bench and pytest
+VENV ?= .venv
+NEMO_RL ?=
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+BIN := $(VENV)/bin
+
+# The environment's settings belong to this file and to pip, not to a package that a test starts.
+unexport VENV ARGS NEMO_RL
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick test-nemo-rl gym bench lint
+
+help:
+	@echo "make setup                    environment in $(VENV); VENV=dir for another place"
+	@echo "make demo                     the main job: async GRPO with rollout-aligned images, on this machine"
+	@echo "make test                     every test that needs neither a NeMo-RL checkout nor NeMo-Gym"
+	@echo "make test-quick               the tests that need no engine"
+	@echo "make test-nemo-rl NEMO_RL=dir the tests against a NeMo-RL checkout, in an environment of their own"
+	@echo "make gym                      the separate environment of NeMo-Gym (Python >= 3.12)"
+	@echo "make bench                    the benchmarks"
+	@echo "make lint                     ruff"
+
+setup:
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/setup.sh "$(VENV)"
+
+demo: setup
+	@$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -m "not nemo_rl and not gym" $(ARGS)
+
+test-quick: setup
+	@$(BIN)/python -m pytest -m "not engine and not slow and not nemo_rl and not gym" $(ARGS)
+
+test-nemo-rl:
+	@scripts/nemo_rl_env.sh "$(NEMO_RL)"
+
+gym:
+	@scripts/gym_env.sh
+
+bench: setup
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
