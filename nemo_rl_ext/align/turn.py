@@ -50,7 +50,8 @@ def align_turn(
     """Make a turn's media fit the placeholder runs in its token ids [tokens].
 
     Total over rollouts: whatever the ids and however broken the media, the returned tensors project to exactly one
-    feature per context token. Matched turns return `static` itself; repaired turns are rendered on the engine's
+    feature per context token. Matched turns return `static` itself (which may hold grids alone, when the tensors
+    are kept elsewhere); repaired turns are rendered on the engine's
     grids; a turn that cannot be proven gets neutral media and `report.neutral`. `render` may cache
     (default: `family.render`).
 
@@ -75,7 +76,7 @@ def align_turn(
         return _neutral(report, family)
     if not media:
         return AlignedTurn(tensors=None, report=report, changed=False)
-    if static is not None and all(item.verdict is Verdict.MATCHED for item in report.media):
+    if static_grids is not None and all(item.verdict is Verdict.MATCHED for item in report.media):
         return AlignedTurn(tensors=static, report=report, changed=False)
 
     started = time.perf_counter()
