@@ -8,9 +8,6 @@ TORCH_INDEX ?=
 ARGS ?=
 BIN := $(VENV)/bin
 
-# The environment's settings belong to this file and to pip, not to a package that a test starts.
-unexport VENV ARGS NEMO_RL
-
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-nemo-rl gym bench lint
 

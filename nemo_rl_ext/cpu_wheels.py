@@ -12,9 +12,8 @@ Nothing here uses audio or those two operators, so it is enough that the imports
 the real library was tried and failed, and only beside a CPU-only torch: on a matching installation, or on a
 CUDA one, this module changes nothing.
 
-``python -m nemo_rl_ext.cpu_wheels install`` writes a one-line ``.pth`` file into the environment, so that
-every interpreter there (Ray workers included) calls ``activate()`` at start. That is why only ``sys`` is
-imported here.
+``install()`` writes a one-line ``.pth`` file into the environment (``make setup`` calls it), so that every
+interpreter there, Ray workers included, calls ``activate()`` at start. That is why only ``sys`` is imported.
 """
 
 import sys
@@ -135,9 +134,3 @@ def install(site_packages=None):
     with open(path, "w", encoding="utf-8") as file:
         file.write(PTH_LINE)
     return path
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["install"]:
-        sys.exit("usage: python -m nemo_rl_ext.cpu_wheels install")
-    print(install())

@@ -43,7 +43,7 @@ find_python() {
 
 # The build that pip would install, read from metadata before anything large is downloaded: "cpu" or "cuda".
 torch_build() {
-    "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$@" "$torch" |
+    "$venv/bin/python" -m pip install -qq --dry-run --no-deps --ignore-installed --report - "$@" "$torch" |
         "$venv/bin/python" -c '
 import json, sys
 (item,) = json.load(sys.stdin)["install"]
@@ -63,7 +63,7 @@ sys.exit(torch.version.cuda is not None or torch.__version__.partition("+")[0] !
     [ "$build" = cpu ] || die "pip would install a CUDA build of $torch (gigabytes, and of no use here);" \
         "point it at a CPU build: make setup TORCH_INDEX=<url of an index with +cpu wheels>"
     say "installing $torch (CPU build)"
-    "$venv/bin/python" -m pip install --quiet ${index[@]+"${index[@]}"} "$torch"
+    "$venv/bin/python" -m pip install -qq --no-deps ${index[@]+"${index[@]}"} "$torch"
 }
 
 # What is in DIR, and what should be. The key of the packages does not depend on the checkout, so that several
@@ -99,10 +99,10 @@ if ! stamped .packages-key "$(packages_key)"; then
     touch "$venv/.building"
     install_torch
     say "installing $(grep -c == "$lock") pinned packages"
-    "$venv/bin/python" -m pip install --quiet --no-deps -r "$lock"
+    "$venv/bin/python" -m pip install -qq --no-deps -r "$lock"
 fi
-"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation -e "$root"
-(cd / && "$venv/bin/python" -m nemo_rl_ext.cpu_wheels install >/dev/null)
+"$venv/bin/python" -m pip install -qq --no-deps --no-build-isolation -e "$root"
+(cd / && "$venv/bin/python" -c 'from nemo_rl_ext.cpu_wheels import install; install()')
 if ! stamped .packages-key "$(packages_key)"; then
     (cd / && HF_HUB_OFFLINE=1 "$venv/bin/python" -W ignore -c 'import ray, torch, transformers, vllm' >/dev/null) ||
         die "the packages are installed, but the engine does not import; see the traceback above"

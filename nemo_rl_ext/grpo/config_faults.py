@@ -44,7 +44,7 @@ def explain_fault(fault: Mapping[str, Any], source: ConfigSource, root: type[Bas
     if fault["type"] == "value_error":
         return f"{where}: {fault['ctx']['error']}"
     expected = _EXPECTED.get(fault["type"]) or re.sub(
-        "^(Input should be|List should have) ", "", fault["msg"]
+        "^(Input should be|(List|String|Dictionary) should have) ", "", fault["msg"]
     )
     if fault["type"] == "model_type":
         expected = "a mapping with the keys " + ", ".join(_block_at(root, key).model_fields)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that must stand before torch, vLLM or Ray are imported, and deterministic property tests."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+for name, value in {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Compiling the first multimodal call takes a minute on a CPU and gains nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+    # The engine runs in the test's own process or actor: no child process to lose.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+settings.register_profile(
+    "repository",
+    database=None,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repository")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("engine"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `make setup` installs it"))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what is registered, how errors look, and with which code it exits."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import typer
+
+from nemo_rl_ext import cli
+
+BROKEN = """
+import sys, typer
+from nemo_rl_ext import cli
+
+def fail(kind: str, ctx: typer.Context):
+    '''Fail in a chosen way.'''
+    if kind == "value":
+        raise ValueError("rows.jsonl:3: expected text, found 4")
+    if kind == "os":
+        open("/nonexistent/rows.jsonl")
+    if kind == "bug":
+        {}["absent"]
+    if kind == "engine":
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    if kind == "code":
+        raise typer.Exit(3)
+    if kind == "remote":
+        error = RuntimeError("a long remote traceback")
+        error.cause = ValueError("rows.jsonl:4: no image")
+        raise error
+    if kind == "pipe":
+        for _ in range(100_000):
+            print("line")
+    print(ctx.obj)
+
+cli.COMMANDS = (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail value"),)
+sys.modules["broken"] = sys.modules["__main__"]
+sys.argv[0] = "nemo-rl-ext"
+if len(sys.argv) > 1:
+    cli.load_command = lambda function: fail
+cli.main()
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", BROKEN, *arguments], capture_output=True, text=True)
+
+
+def test_every_name_of_the_design_has_a_place():
+    names = ["census", "check", "distill", "grpo", "inspect", "launch", "report"]
+    assert sorted(command.name for command in cli.COMMANDS) == names
+    assert all(command.example.startswith(f"nemo-rl-ext {command.name} ") for command in cli.COMMANDS)
+
+
+def test_a_module_that_does_not_exist_is_not_registered():
+    assert cli.load_command("nemo_rl_ext.grpo.no_such_module:run") is None
+    assert cli.load_command("nemo_rl_ext.no_such_area.command:run") is None
+
+
+def test_a_module_that_cannot_import_what_it_needs_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "half_installed.py").write_text("import a_module_that_is_absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_absent"):
+        cli.load_command("half_installed:run")
+
+
+def test_a_function_is_found_by_module_and_name():
+    assert cli.load_command("nemo_rl_ext.cli:versions") is cli.versions
+
+
+@pytest.mark.parametrize("kind", ["value", "remote"])
+def test_a_users_fault_is_one_line_and_code_2(kind):
+    done = run("fail", kind)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: rows.jsonl:")
+
+
+def test_a_missing_file_is_a_users_fault():
+    done = run("fail", "os")
+    assert done.returncode == 2
+    assert done.stderr == "error: [Errno 2] No such file or directory: '/nonexistent/rows.jsonl'\n"
+
+
+def test_an_unexpected_error_is_short_and_points_to_debug():
+    done = run("fail", "bug")
+    assert done.returncode == 1
+    assert done.stderr == "error: KeyError: 'absent'\nrun `nemo-rl-ext --debug ...` for the traceback\n"
+
+
+def test_debug_shows_the_traceback():
+    done = run("--debug", "fail", "value")
+    assert done.returncode == 2
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith("error: rows.jsonl:3: expected text, found 4\n")
+
+
+def test_a_missing_engine_names_the_extra():
+    done = run("fail", "engine")
+    assert done.returncode == 1
+    assert "pip install 'nemo-rl-ext[engine]'" in done.stderr
+
+
+def test_interrupt_exits_130_without_a_traceback():
+    done = run("fail", "interrupt")
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_may_choose_its_exit_code():
+    assert run("fail", "code").returncode == 3
+
+
+def test_a_closed_pipe_is_not_an_error():
+    process = subprocess.Popen(
+        [sys.executable, "-c", BROKEN, "fail", "pipe"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.wait()
+    assert "error" not in stderr and "Traceback" not in stderr
+
+
+def test_json_errors_are_one_object():
+    done = run("--log-format", "json", "fail", "value")
+    entry = json.loads(done.stderr)
+    assert (entry["level"], entry["message"]) == ("error", "rows.jsonl:3: expected text, found 4")
+    assert done.returncode == 2
+
+
+def test_options_before_the_command_reach_it():
+    done = run("--quiet", "--log-format", "json", "fail", "nothing")
+    assert done.stdout.strip() == "CommonOptions(debug=False, quiet=True, log_format='json')"
+
+
+def test_help_shows_the_example():
+    assert "nemo-rl-ext fail value" in run("fail", "--help").stdout
+    assert "nemo-rl-ext fail value" in run("--help").stdout
+
+
+def test_an_unknown_command_is_a_usage_error():
+    done = run("nonsense")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
+
+
+def test_version_names_what_is_installed():
+    done = subprocess.run([sys.executable, "-m", "nemo_rl_ext", "--version"], capture_output=True, text=True)
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert list(lines) == ["nemo-rl-ext", "torch", "ray", "vllm", "transformers", "NeMo-RL"]
+    assert lines["ray"] == metadata.version("ray")
+
+
+def test_commands_of_this_installation_show_their_help():
+    app = typer.main.get_command(cli.build_app())
+    for name in app.commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_rl_ext", name, "--help"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"nemo-rl-ext {name}" in done.stdout
