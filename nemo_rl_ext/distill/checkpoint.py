@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a run: a Hugging Face directory, the optimizer's tensors, and where the run stands.
+
+``step_000100/model`` loads with transformers or vLLM like any checkpoint; ``optimizer.safetensors`` and
+``state.json`` are what resuming needs besides. Nothing is a pickle. A checkpoint appears under its name only
+when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nemo_rl_ext.distill.config import DistillConfig
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step_(\d{6,})")
+_STATE = "state.json"
+_OPTIMIZER = "optimizer.safetensors"
+
+# Changing one of these in the middle of a run gives a run that nobody can name.
+_FIXED = ("student", "teacher", "data", "loss", "train")
+_FREE_TRAIN = ("iters", "micro_batch_size", "cp_size", "cp_forward", "gradient_checkpointing", "timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+
+    @property
+    def model_dir(self) -> Path:
+        return self.path / "model"
+
+
+def newest(output_dir: Path) -> Saved | None:
+    """The complete checkpoint with the highest step, if there is one."""
+    return max(_complete(output_dir), key=lambda saved: saved.step, default=None)
+
+
+def _complete(output_dir: Path) -> list[Saved]:
+    found = []
+    for path in (output_dir / "checkpoints").glob("step_*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / _STATE).is_file():
+            found.append(Saved(path=path, step=int(match[1])))
+    return found
+
+
+def save(
+    output_dir: Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    source_dir: Path,
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.nn.Parameter, str],
+    fingerprint: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write ``checkpoints/step_NNNNNN`` and drop the oldest beyond ``keep``."""
+    final = output_dir / "checkpoints" / f"step_{step:06d}"
+    scratch = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    model_dir = scratch / "model"
+    model_dir.mkdir(parents=True)
+    model.save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    # The processor files of an image-text model; they are data here, not objects.
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        if (source_dir / name).is_file() and not (model_dir / name).exists():
+            shutil.copyfile(source_dir / name, model_dir / name)
+    tensors = {
+        f"{key}/{names[parameter]}": torch.as_tensor(value).detach().cpu().contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    save_file(tensors, scratch / _OPTIMIZER)
+    (scratch / _STATE).write_text(json.dumps({"step": step, "fingerprint": fingerprint}, indent=1) + "\n")
+    shutil.rmtree(final, ignore_errors=True)
+    scratch.rename(final)
+    for old in sorted(_complete(output_dir), key=lambda saved: saved.step)[:-keep]:
+        shutil.rmtree(old.path, ignore_errors=True)
+    logger.info("step %d saved to %s", step, final)
+    return final
+
+
+def restore_optimizer(
+    saved: Saved, optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]
+) -> None:
+    """Fill the optimizer's state from a checkpoint.
+
+    Raises:
+        ValueError: the file is broken or was written by another model.
+    """
+    path = saved.path / _OPTIMIZER
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    parameters = {name: parameter for parameter, name in names.items()}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        states.setdefault(name, {})[kind] = tensor
+    if states.keys() != parameters.keys():
+        odd = sorted(states.keys() ^ parameters.keys())
+        raise ValueError(
+            f"{path}: state of {len(odd)} parameter(s) is missing or left over, the first {odd[0]!r}"
+        )
+    for name, state in states.items():
+        parameter = parameters[name]
+        # AdamW keeps its step counter on the CPU.
+        optimizer.state[parameter] = {
+            k: v if k == "step" else v.to(parameter.device) for k, v in state.items()
+        }
+
+
+def fingerprint(config: DistillConfig, data_digest: str) -> dict[str, Any]:
+    """What a resumed run must share with the run that it continues."""
+    kept = config.model_dump(mode="json", include=set(_FIXED))
+    for name in _FREE_TRAIN:
+        kept["train"].pop(name)
+    return {**kept, "data_digest": data_digest}
+
+
+def require_same_run(saved: Saved, now: dict[str, Any]) -> None:
+    """Refuse to continue with other models, data or hyperparameters.
+
+    Raises:
+        ValueError: naming the keys that changed, with both values.
+    """
+    try:
+        before = json.loads((saved.path / _STATE).read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{saved.path / _STATE}: cannot be read: {error}") from None
+    old, new = _flatten(before), _flatten(now)
+    changed = [
+        f"{k}: {old.get(k)!r} -> {new.get(k)!r}"
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k) != new.get(k)
+    ]
+    if changed:
+        raise ValueError(
+            f"--resume: the run in {saved.path.parent.parent} was started differently; {'; '.join(changed)}. "
+            "Use the same settings or another --output-dir"
+        )
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        k: v for name, sub in tree.items() for k, v in _flatten(sub, f"{prefix}.{name}".lstrip(".")).items()
+    }

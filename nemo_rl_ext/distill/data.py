@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From prompt/response pairs to token rows with an exact boundary.
+
+The verbatim contract: ``input`` and ``output`` are tokenised as they stand and apart from each other, without
+a chat template and without BOS; EOS is appended once after the output. Tokenising the parts, not their sum,
+is what makes the boundary exact: a token that spans it would put prompt text under the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.distill.records import Problems, Record, RecordError
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedImage:
+    """One image and the patch grid that its placeholder run stands for."""
+
+    item: MediaItem
+    grid: Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training row: ``ids[:response_start]`` is context, ``ids[response_start:]`` is trained on."""
+
+    where: str
+    ids: np.ndarray
+    """int32 ``[tokens]``; ends with EOS unless it is a window of a longer document."""
+    response_start: int
+    images: tuple[PlacedImage, ...] = ()
+    """The images whose placeholder runs are in ``ids``, in order."""
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens that are predicted: the first token of a row has nothing before it."""
+        return len(self.ids) - max(self.response_start, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRules:
+    """How long a row may be and what happens to a pair that is longer."""
+
+    seq_length: int
+    on_long_prompt: Literal["truncate", "error"] = "truncate"
+    on_long_response: Literal["error", "skip"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """Prompt ids with expanded media; ``runs`` are the half-open spans that must stay whole, one per
+    image."""
+
+    ids: np.ndarray
+    runs: tuple[tuple[int, int], ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+
+
+def encode_pairs(
+    records: Sequence[Record],
+    tokenizer: Any,
+    rules: RowRules,
+    problems: Problems,
+    *,
+    chat_template: bool = False,
+    expand: Callable[[Record, np.ndarray, np.ndarray], EncodedPrompt] | None = None,
+) -> list[Row]:
+    """Tokenise, expand media, truncate. Faults go to ``problems``; what was cut or skipped is logged by name.
+
+    ``expand(record, prompt_ids, response_ids)`` turns media markers into placeholder runs and raises
+    `RecordError` for a record whose media cannot be used (see `media.py`); without it records with media are
+    refused.
+
+    Raises:
+        ValueError: the tokenizer has no EOS, or no chat template although one is asked for.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the student's tokenizer has no eos_token, which ends every response; set one")
+    if chat_template and not tokenizer.chat_template:
+        raise ValueError("--chat-template: the student's tokenizer has no chat template")
+    rows: list[Row] = []
+    cut: list[str] = []
+    skipped: list[str] = []
+    for start in range(0, len(records), _BATCH):
+        batch = records[start : start + _BATCH]
+        for record, prompt_ids, response_ids in _tokenise(batch, tokenizer, chat_template):
+            try:
+                rows.append(_row(record, prompt_ids, response_ids, rules, expand, cut))
+            except _ResponseTooLong as problem:
+                if rules.on_long_response == "error":
+                    problems.add(record.where, problem)
+                else:
+                    skipped.append(record.where)
+            except RecordError as problem:
+                problems.add(record.where, problem)
+    _report("prompt(s) cut from the left to fit seq_length", cut)
+    _report("pair(s) skipped because the response does not fit seq_length", skipped)
+    return rows
+
+
+class _ResponseTooLong(RecordError):
+    pass
+
+
+def _tokenise(batch: Sequence[Record], tokenizer: Any, chat_template: bool):
+    prompts = [r.prompt for r in batch]
+    endings: list[list[int]] = [[tokenizer.eos_token_id]] * len(batch)
+    if chat_template:
+        rendered = [_render(r, tokenizer) for r in batch]
+        prompts = [prompt for prompt, _ in rendered]
+        endings = [ending for _, ending in rendered]
+    encode = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
+    prompt_ids = tokenizer(prompts, **encode)["input_ids"]
+    response_ids = tokenizer([r.response for r in batch], **encode)["input_ids"]
+    for record, prompt, response, ending in zip(batch, prompt_ids, response_ids, endings, strict=True):
+        # Once: an output that already ends with its EOS does not get a second one.
+        if response[-len(ending) :] != ending:
+            response = response + ending
+        yield record, np.asarray(prompt, dtype=np.int32), np.asarray(response, dtype=np.int32)
+
+
+def _render(record: Record, tokenizer: Any) -> tuple[str, list[int]]:
+    """Prompt text up to the assistant's first token, and the ids with which the template ends its turn."""
+    user = {"role": "user", "content": record.prompt}
+    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    reply = {"role": "assistant", "content": record.response}
+    whole = tokenizer.apply_chat_template([user, reply], tokenize=False)
+    if whole.startswith(prompt + record.response):
+        tail = whole[len(prompt) + len(record.response) :]
+        ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        specials = [i for i, token in enumerate(ids) if token in set(tokenizer.all_special_ids)]
+        # The policy stops at the turn's last special token; white space after it is the next turn's business.
+        if specials:
+            return prompt, ids[: specials[-1] + 1]
+    return prompt, [tokenizer.eos_token_id]
+
+
+def _row(
+    record: Record,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    rules: RowRules,
+    expand: Callable[[Record, np.ndarray, np.ndarray], EncodedPrompt] | None,
+    cut: list[str],
+) -> Row:
+    if len(response_ids) <= 1:
+        raise RecordError("'output' has no tokens of its own; expected at least one before EOS")
+    if not len(prompt_ids):
+        raise RecordError("'input' has no tokens; the response's first token would have nothing before it")
+    if expand is not None:
+        prompt = expand(record, prompt_ids, response_ids)
+    elif record.images or record.videos:
+        raise RecordError(
+            "has media, but the student is a text model; remove them or use an image-text student"
+        )
+    else:
+        prompt = EncodedPrompt(ids=prompt_ids)
+    room = rules.seq_length - len(response_ids)
+    if room < 1:
+        raise _ResponseTooLong(
+            f"the response has {len(response_ids)} tokens with EOS; with one prompt token that does not fit "
+            f"seq_length = {rules.seq_length}; raise --seq-length, shorten it, or set on_long_response=skip"
+        )
+    if len(prompt.ids) > room:
+        if rules.on_long_prompt == "error":
+            raise RecordError(
+                f"the prompt has {len(prompt.ids)} tokens, {room} fit beside the response in seq_length = "
+                f"{rules.seq_length}; raise --seq-length, shorten it, or set on_long_prompt=truncate"
+            )
+        before = len(prompt.ids)
+        prompt = truncate_left(prompt, room)
+        dropped = f", {len(record.images) - len(prompt.images)} image(s) with it" if record.images else ""
+        cut.append(f"{record.where} ({before} -> {len(prompt.ids)} tokens{dropped})")
+    return Row(
+        where=record.where,
+        ids=np.concatenate([prompt.ids, response_ids]).astype(np.int32),
+        response_start=len(prompt.ids),
+        images=prompt.images,
+    )
+
+
+def truncate_left(prompt: EncodedPrompt, room: int) -> EncodedPrompt:
+    """Keep at most the last ``room`` tokens; a placeholder run goes whole, with its image, or stays whole.
+
+    Raises:
+        RecordError: nothing would be left, because the prompt ends in a run that does not fit.
+    """
+    start = len(prompt.ids) - room
+    if start <= 0:
+        return prompt
+    for first, stop in prompt.runs:
+        if first < start < stop:
+            start = stop
+    if start >= len(prompt.ids):
+        raise RecordError(
+            f"the prompt ends in an image of {prompt.runs[-1][1] - prompt.runs[-1][0]} tokens and only "
+            f"{room} fit; "
+            "raise --seq-length"
+        )
+    kept = [i for i, (first, _) in enumerate(prompt.runs) if first >= start]
+    return EncodedPrompt(
+        ids=prompt.ids[start:],
+        runs=tuple((prompt.runs[i][0] - start, prompt.runs[i][1] - start) for i in kept),
+        images=tuple(prompt.images[i] for i in kept),
+    )
+
+
+def encode_documents(records: Sequence[Record], tokenizer: Any, rules: RowRules) -> list[Row]:
+    """Plain text for ``--data-paths``: every token is trained on, long documents become several windows.
+
+    A later window starts with the last token of the one before it, so that every token but the first is
+    predicted exactly once.
+    """
+    rows: list[Row] = []
+    for record in records:
+        ids = tokenizer(record.response, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids[-1:] != [tokenizer.eos_token_id]:
+            ids = ids + [tokenizer.eos_token_id]
+        ids = np.asarray(ids, dtype=np.int32)
+        for start in range(0, max(len(ids) - 1, 1), rules.seq_length - 1):
+            window = ids[start : start + rules.seq_length]
+            if len(window) > 1:
+                rows.append(Row(where=record.where, ids=window, response_start=1))
+    return rows
+
+
+def mock_rows(*, ids: Sequence[int], rules: RowRules, eos_id: int, count: int, seed: int) -> list[Row]:
+    """Random rows for ``--use-mock-data``: they exercise the machinery and teach nothing."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(1, rules.seq_length))
+        row = np.append(rng.choice(ids, length), eos_id).astype(np.int32)
+        rows.append(Row(where=f"mock:{index + 1}", ids=row, response_start=int(rng.integers(1, length + 1))))
+    return rows
+
+
+def _report(what: str, names: list[str], *, shown: int = 10) -> None:
+    if names:
+        more = f", ... and {len(names) - shown} more" if len(names) > shown else ""
+        logger.warning("%d %s: %s%s", len(names), what, ", ".join(names[:shown]), more)
