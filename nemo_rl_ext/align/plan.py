@@ -38,6 +38,7 @@ def plan_turn(
     static_grids: Sequence[Grid] | None = None,
     captured: Sequence[Grid] | None = None,
     request: EngineRequest | None = None,
+    fault: tuple[Reason, str] | None = None,
     row_id: str = "",
     turn: int = 0,
 ) -> TurnReport:
@@ -45,7 +46,7 @@ def plan_turn(
 
     `static_grids` are the grids of the tensors that the training side already has (default: what its processor
     would choose), one per item; `captured` are the grids that the engine recorded for these items. The report is
-    neutral when any item is unproven or any run is not accounted for.
+    neutral when any item is unproven, any run is not accounted for, or the caller already knows a `fault`.
     """
     static = tuple(static_grids) if static_grids is not None else family.static_grids(items)
     counts = [family.num_runs(item) for item in items]
@@ -53,7 +54,7 @@ def plan_turn(
         grid.num_tokens(family.merge_size) for grid, count in zip(static, counts, strict=True) for _ in range(count)
     )
     found = tuple(runs.lengths.tolist())
-    fault = _structure_fault(runs, items, sum(counts))
+    fault = fault or _structure_fault(runs, items, sum(counts))
     if fault is not None:
         reason, detail = fault
         media = _all_unalignable(items, static, counts, expected, found, reason)

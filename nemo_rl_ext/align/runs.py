@@ -110,6 +110,25 @@ class PlaceholderRuns(Sequence[PlaceholderRun]):
         return PlaceholderRuns(self.offsets[keep], self.lengths[keep], self.kinds[keep])
 
 
+_NARROW_FROM = 4096
+"""Tokens from which int64 ids are narrowed to int32 first: the copy costs less than it saves in two comparisons."""
+_SPARSE = 512
+"""True entries up to which a mask is searched rather than scanned."""
+
+
+def _positions(mask: np.ndarray) -> np.ndarray:
+    """Indices of the true entries of a boolean mask, int64, ascending.
+
+    `np.flatnonzero` visits every byte; in a sparse mask `bytes.find` (memchr) skips to the next hit.
+    """
+    if np.count_nonzero(mask) > _SPARSE:
+        return np.flatnonzero(mask)
+    data, hits, at = mask.tobytes(), [], -1
+    while (at := data.find(1, at + 1)) >= 0:
+        hits.append(at)
+    return np.array(hits, dtype=np.int64)
+
+
 def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
     """Find every maximal block of context tokens and every empty pair of delimiters, in order.
 
@@ -123,8 +142,10 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     if ids.size == 0:
         return PlaceholderRuns(empty, empty, empty.astype(np.int8))
 
+    if ids.dtype == np.int64 and ids.size > _NARROW_FROM:
+        ids = ids.astype(np.int32)
     context = ids == grammar.context_id
-    edges = np.flatnonzero(context[1:] != context[:-1]) + 1
+    edges = _positions(context[1:] != context[:-1]) + 1
     if context[0]:
         edges = np.concatenate(([0], edges))
     if context[-1]:
@@ -138,7 +159,7 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     kinds[closed] = _CODE[RunKind.UNOPENED]
     kinds[opened & closed] = _CODE[RunKind.WRAPPED]
 
-    starts = np.flatnonzero(ids == grammar.start_id) + 1
+    starts = _positions(ids == grammar.start_id) + 1
     starts = starts[starts < ids.size]
     hollow = starts[ids[starts] == grammar.end_id]
     if hollow.size == 0:

@@ -89,7 +89,7 @@ def align_turn(
     tensors = family.pack(media, [item.grid for item in report.media], rendered)
     assert tensors.num_features(family.merge_size) == report.num_context_tokens, str(report)
     report = dataclasses.replace(report, repair_ms=(time.perf_counter() - started) * 1e3)
-    return AlignedTurn(tensors=tensors, report=report, changed=static is not None or report.repaired)
+    return AlignedTurn(tensors=tensors, report=report, changed=True)
 
 
 def _item_grids(

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of `RolloutAligner` Ray actors: dead ones are replaced and their work is tried again elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.plan import plan_turn
+from nemo_rl_ext.align.runs import find_runs
+from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn, TurnRequest
+from nemo_rl_ext.rollout.errors import AlignerDiedError, AlignerFailedError
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""Actors that one piece of work may end before it is given up."""
+
+
+class AlignerPool:
+    """Hands work to `num_aligners` actors, one call at a time each, and survives their deaths.
+
+    `timeout_s` bounds one call; an actor that exceeds it is ended and counts as dead. Work that ends actors twice
+    becomes neutral turns, so no row is lost to it.
+    """
+
+    def __init__(self, config: AlignerConfig, num_aligners: int, *, timeout_s: float = 600.0) -> None:
+        if num_aligners < 1:
+            raise ValueError(f"an aligner pool needs at least one actor, got num_aligners={num_aligners}")
+        self.family = NemotronFamily.from_pretrained(config.model_dir, layout=config.layout, dtype=config.dtype)
+        self.deaths = 0
+        self._config = config
+        self._timeout_s = timeout_s
+        self._actor_class = ray.remote(num_cpus=0, max_restarts=0)(RolloutAligner)
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._actors: list[Any] = []
+        for _ in range(num_aligners):
+            self._idle.put(self._start())
+        self._threads = ThreadPoolExecutor(num_aligners, thread_name_prefix="aligner-pool")
+
+    def _start(self) -> Any:
+        actor = self._actor_class.remote(self._config)
+        self._actors.append(actor)
+        return actor
+
+    def pids(self) -> list[int]:
+        """The actors' processes; waits until every actor has started."""
+        return ray.get([actor.pid.remote() for actor in self._actors], timeout=self._timeout_s)
+
+    def submit_static(self, turns: Sequence[tuple]) -> Future[list[StaticTurn]]:
+        """Static tensors of several turns, in the background."""
+        return self._threads.submit(self._static, list(turns))
+
+    def submit_align(self, turns: Sequence[TurnRequest]) -> Future[list[AlignedTurn]]:
+        """Aligned turns, in the background; one result per request, in order, whatever happens to actors."""
+        return self._threads.submit(self._align, list(turns))
+
+    def _static(self, turns: list[tuple]) -> list[StaticTurn]:
+        try:
+            return self._call("static", turns)
+        except AlignerDiedError as error:
+            return [StaticTurn(tensors=None, error=str(error)) for _ in turns]
+
+    def _align(self, turns: list[TurnRequest]) -> list[AlignedTurn]:
+        try:
+            return self._call("align", turns)
+        except AlignerDiedError as error:
+            if len(turns) > 1:
+                # One row of the group may be the culprit: the others must not be lost with it.
+                return [aligned for turn in turns for aligned in self._align([turn])]
+            logger.error("%s", error)
+            return [self._give_up(turns[0], error)]
+
+    def _call(self, method: str, turns: list) -> Any:
+        for _ in range(MAX_DEATHS):
+            actor = self._idle.get()
+            try:
+                result = ray.get(getattr(actor, method).remote(turns), timeout=self._timeout_s)
+            except RayTaskError as error:
+                self._idle.put(actor)
+                raise AlignerFailedError(f"aligner call {method!r} failed: {error.cause or error}") from None
+            except (RayActorError, GetTimeoutError) as error:
+                self.deaths += 1
+                logger.warning("an aligner died during %r and is replaced: %s", method, type(error).__name__)
+                self._replace(actor)
+                continue
+            self._idle.put(actor)
+            return result
+        rows = sorted({getattr(turn, "row_id", "") for turn in turns} - {""})
+        raise AlignerDiedError(f"{MAX_DEATHS} aligners died during {method!r} of rows {rows}")
+
+    def _replace(self, actor: Any) -> None:
+        self._actors.remove(actor)
+        ray.kill(actor)
+        self._idle.put(self._start())
+
+    def _give_up(self, turn: TurnRequest, error: AlignerDiedError) -> AlignedTurn:
+        """A neutral turn, made without touching the media that ended the actors."""
+        runs = find_runs(turn.token_ids, self.family.grammar)
+        report = plan_turn(
+            runs, (), self.family, row_id=turn.row_id, turn=turn.turn, fault=(Reason.WORKER_DIED, str(error))
+        )
+        lengths = [length for length in report.found if length]
+        tensors = self.family.neutral(lengths) if lengths else None
+        return AlignedTurn(tensors=tensors, report=report, changed=True)
+
+    def shutdown(self) -> None:
+        """End every actor; work in flight is abandoned."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.rollout.segments import EngineTurn, to_segments
+
+GRAMMAR = Grammar(6, 5, 7)
+
+
+def run(length):
+    return [6, *[5] * length, 7]
+
+
+def turn(prompt, answer, num_media, captured=None):
+    return EngineTurn(
+        prompt_token_ids=np.array(prompt, np.int32),
+        token_ids=np.array(answer, np.int32),
+        logprobs=-np.ones(len(answer), np.float32),
+        num_media=num_media,
+        captured=captured,
+    )
+
+
+def roles(segment):
+    return [(message["role"], message["token_ids"].tolist()) for message in segment.message_log]
+
+
+def test_turns_that_continue_form_one_segment():
+    first = [20, *run(3), 21]
+    second = [*first, 30, 31, 22, *run(2), 23]
+    (segment,) = to_segments(
+        [turn(first, [30, 31], 1, (Grid(2, 6),)), turn(second, [32], 2, (Grid(2, 6), Grid(2, 4)))], GRAMMAR
+    )
+    assert roles(segment) == [
+        ("user", first),
+        ("assistant", [30, 31]),
+        ("user", [22, *run(2), 23]),
+        ("assistant", [32]),
+    ]
+    assert [(u.message, u.first_media, u.last_media, u.captured) for u in segment.user_turns] == [
+        (0, 0, 1, (Grid(2, 6),)),
+        (2, 1, 2, (Grid(2, 4),)),
+    ]
+    assert segment.resizes == ()
+
+
+def test_a_resized_earlier_image_starts_a_segment_on_its_own_prompt():
+    first = [20, *run(9), 21]
+    second = [20, *run(4), 21, 30, 31, 22, *run(4), 23]
+    one, two = to_segments([turn(first, [30, 31], 1), turn(second, [32], 2)], GRAMMAR)
+    assert roles(one) == [("user", first), ("assistant", [30, 31])]
+    assert roles(two) == [("user", second), ("assistant", [32])]
+    assert [(u.first_media, u.last_media) for u in two.user_turns] == [(0, 2)]
+    assert [str(resize) for resize in two.resizes] == ["media 0 had 9 tokens in turn 0 and 4 in turn 1"]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_a_replaced_prefix_starts_a_segment(cut):
+    first = [20, *run(3), 21]
+    second = [*first, 30, 31, 22][cut:]
+    segments = to_segments([turn(first, [30, 31], 1), turn(second, [32], 1)], GRAMMAR)
+    assert len(segments) == 2
+    assert roles(segments[1])[0] == ("user", second)
+
+
+def test_every_sampled_token_is_trained_exactly_once():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        turns, prompt, num_media = [], [20], 0
+        for _ in range(rng.integers(1, 5)):
+            media = int(rng.integers(0, 3))
+            num_media += media
+            for length in rng.integers(1, 5, media):
+                prompt = [*prompt, *run(length), 21]
+            if rng.random() < 0.3:
+                prompt = [*prompt[:1], *prompt[2:]]
+            answer = rng.integers(30, 40, rng.integers(0, 4)).tolist()
+            turns.append(turn(prompt, answer, num_media))
+            prompt = [*prompt, *answer, 22]
+        segments = to_segments(turns, GRAMMAR)
+        sampled = [m["token_ids"].tolist() for s in segments for m in s.message_log if m["role"] == "assistant"]
+        assert sampled == [t.token_ids.tolist() for t in turns]
+        for segment in segments:
+            ids = [token for message in segment.message_log[:-1] for token in message["token_ids"].tolist()]
+            last = segment.user_turns[-1].turn
+            assert ids == turns[last].prompt_token_ids.tolist()
