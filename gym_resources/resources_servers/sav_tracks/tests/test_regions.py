@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from resources_servers.sav_tracks.regions import (
+    MaskBoundary,
+    boundary_accuracy,
+    boundary_map,
+    boundary_radius,
+    box_boundary_accuracy,
+    box_iou,
+    box_region_similarity,
+    grid_box_to_pixels,
+    region_similarity,
+)
+from resources_servers.sav_tracks.rle import decode, encode
+
+
+def test_box_iou_of_known_boxes():
+    boxes = np.array([[0, 0, 10, 10], [5, 0, 15, 10], [20, 20, 30, 30]])
+    assert box_iou(boxes, boxes[0]).tolist() == pytest.approx([1.0, 1 / 3, 0.0])
+    assert box_iou(np.zeros((1, 4)), np.zeros((1, 4))).tolist() == [0.0]
+
+
+def test_grid_covers_the_whole_frame():
+    assert grid_box_to_pixels(np.array([0, 0, 1000, 1000]), 48, 64) == (0, 0, 64, 48)
+    assert grid_box_to_pixels(np.array([250, 500, 500, 1000]), 48, 64) == (16, 24, 32, 48)
+
+
+def test_the_boundary_of_a_square_is_one_pixel_wide():
+    mask = np.zeros((8, 8), dtype=bool)
+    mask[2:5, 2:5] = True
+    assert np.argwhere(boundary_map(mask)).tolist() == [
+        [1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 4], [3, 1], [3, 4], [4, 1], [4, 2], [4, 3], [4, 4],
+    ]  # fmt: skip
+    full = np.ones((4, 4), dtype=bool)
+    assert not boundary_map(full).any()
+
+
+def test_equal_masks_score_one_and_empty_sides_follow_the_benchmark():
+    mask = np.zeros((60, 80), dtype=bool)
+    mask[10:30, 20:50] = True
+    empty = np.zeros_like(mask)
+    assert (region_similarity(mask, mask), boundary_accuracy(mask, mask)) == (1.0, 1.0)
+    assert (region_similarity(empty, empty), boundary_accuracy(empty, empty)) == (1.0, 1.0)
+    assert (region_similarity(mask, empty), boundary_accuracy(mask, empty)) == (0.0, 0.0)
+    far = np.roll(mask, (25, 30), axis=(0, 1))
+    assert boundary_accuracy(mask, far) < 0.2
+
+
+def test_a_shift_within_the_radius_costs_no_boundary_accuracy():
+    mask = np.zeros((480, 640), dtype=bool)
+    mask[100:300, 100:300] = True
+    radius = boundary_radius(480, 640)
+    assert radius == 7
+    assert boundary_accuracy(mask, np.roll(mask, radius, axis=1)) == 1.0
+    assert boundary_accuracy(mask, np.roll(mask, 4 * radius, axis=1)) < 1.0
+
+
+def test_closed_form_box_measures_equal_the_drawn_rectangle():
+    rng = np.random.default_rng(3)
+    for _ in range(400):
+        height, width = rng.integers(2, 90, 2)
+        mask = np.zeros((height, width), dtype=bool)
+        for _ in range(rng.integers(0, 4)):
+            top, left = rng.integers(0, height), rng.integers(0, width)
+            mask[top : top + rng.integers(1, 40), left : left + rng.integers(1, 40)] = True
+        left, right = np.sort(rng.integers(0, width + 1, 2)).tolist()
+        top, bottom = np.sort(rng.integers(0, height + 1, 2)).tolist()
+        drawn = np.zeros_like(mask)
+        drawn[top:bottom, left:right] = True
+        truth = decode(encode(mask), max_pixels=10_000)
+        box = (left, top, right, bottom)
+        assert box_region_similarity(box, truth) == region_similarity(drawn, mask)
+        assert box_boundary_accuracy(box, MaskBoundary.of(truth)) == boundary_accuracy(drawn, mask)
+
+
+def test_cached_boundary_counts_its_bytes():
+    mask = np.zeros((16, 20), dtype=bool)
+    mask[4:9, 4:9] = True
+    boundary = MaskBoundary.of(decode(encode(mask), max_pixels=1000))
+    assert boundary.num_bytes == boundary.pixels.nbytes + 16 * 3
