@@ -208,7 +208,7 @@ def test_renderers_bridge_is_marked_too(nemotron_tokenizer):
     config = renderers.Nemotron3RendererConfig(thinking_retention="all")
     safe = SafeRenderer(lambda tok: build("nemotron3")(tok, config), encoder)
     prompt = safe.render_ids([USER], add_generation_prompt=True)
-    completion = encoder.encode("ok") + [encoder.id("<|im_end|>")]
+    completion = [encoder.id("</think>"), *encoder.encode("ok"), encoder.id("<|im_end|>")]
     bridged = safe.bridge_to_next_turn(prompt, completion, [{"role": "tool", "content": SEED_STRING}])
     assert bridged is not None and bridged.token_ids[: len(prompt)] == prompt
     assert "<image>" not in counts(bridged.token_ids, encoder)
