@@ -61,9 +61,13 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticTurn:
-    """The static tensors of one turn, or why there are none."""
+    """The static tensors of one turn and the decoded images they came from, or why there are none.
+
+    `images` are uint8 RGB [height, width, 3], for an engine that is handed pixels rather than references.
+    """
 
     tensors: MediaTensors | None
+    images: tuple[np.ndarray, ...] = ()
     error: str = ""
 
 
@@ -110,10 +114,9 @@ class RolloutAligner:
         processed = self._processor()(images=[image.pixels for image in images], return_tensors="pt")
         grids = tuple(Grid(*map(int, row)) for row in processed["image_grid_hw"].tolist())
         pixels = processed["pixel_values"].to(self.config.dtype)
+        values = {"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]}
         return StaticTurn(
-            tensors=MediaTensors(
-                grids=grids, values={"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]}
-            )
+            tensors=MediaTensors(grids=grids, values=values), images=tuple(image.pixels for image in images)
         )
 
     def _processor(self) -> Any:
@@ -153,7 +156,7 @@ class RolloutAligner:
         report = dataclasses.replace(aligned.report, repair_ms=elapsed)
         tensors = aligned.tensors if aligned.changed else None
         if tensors is not None:
-            key = (turn.media, tensors.grids, report.neutral)
+            key = (tuple((source.ref, source.kind) for source in turn.media), tensors.grids, report.neutral)
             tensors = shared.setdefault(key, tensors)
         return AlignedTurn(tensors=tensors, report=report, changed=aligned.changed)
 

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From manifest rows to token-id prompts, turn by turn, without ever re-tokenising what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, Message, VideoPart
+from nemo_rl_ext.rollout.aligner import MediaSource
+
+_ANSWER = "\u241eanswer\u241e"
+"""Stands for an assistant answer while a later turn is rendered; removed before tokenising."""
+
+
+class PromptRenderer:
+    """Renders rows with a checkpoint's own chat template. Ids are unexpanded: one context token per image."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; a chat checkpoint is expected")
+        self.tokenizer = tokenizer
+
+    def first(self, row: ManifestRow) -> np.ndarray:
+        """Ids int32 [tokens] of the prompt of a row's first turn."""
+        return self._ids(self._text(_chat(row.messages(0))))
+
+    def following(self, row: ManifestRow, turn: int, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+        """Ids of turn `turn`'s prompt: the last prompt, what was sampled on it, and the new messages.
+
+        The text between is what the template puts after an answer; its end-of-turn token is left out where the
+        policy sampled it itself.
+        """
+        chat: list[dict[str, Any]] = []
+        for earlier in range(turn):
+            chat += [*_chat(row.messages(earlier)), {"role": "assistant", "content": _ANSWER}]
+        text = self._text([*chat, *_chat(row.messages(turn))])
+        suffix = self._ids(text.rpartition(_ANSWER)[2])
+        if len(sampled) and len(suffix) and sampled[-1] == suffix[0] == self.tokenizer.eos_token_id:
+            suffix = suffix[1:]
+        return np.concatenate((prompt, np.asarray(sampled, np.int32), suffix))
+
+    def _text(self, chat: Sequence[dict[str, Any]]) -> str:
+        return self.tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages in the form that chat templates take."""
+    return [{"role": message.role, "content": _content(message)} for message in messages]
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str):
+        return message.content
+    parts: list[dict[str, str]] = []
+    for part in message.parts:
+        if isinstance(part, ImagePart):
+            parts.append({"type": "image"})
+        elif isinstance(part, VideoPart):
+            parts.append({"type": "video"})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
+
+
+def media_by_turn(row: ManifestRow) -> list[tuple[MediaSource, ...]]:
+    """The media of each turn's new messages, in prompt order."""
+    turns: list[list[MediaSource]] = [[] for _ in range(row.num_turns)]
+    for ref in row.media_refs():
+        kind = "image" if ref.kind == "frame" else ref.kind
+        turns[ref.turn].append(MediaSource(ref=ref.ref, kind=kind, where=row.where))
+    return [tuple(media) for media in turns]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real Ray actors, real files, a real image processor."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nemo_rl_ext.align.verdict import Reason, Verdict
+from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.rollout.aligner import AlignerConfig, MediaSource, TurnRequest
+
+pytestmark = pytest.mark.engine
+
+SIZES = {"a.png": (480, 640), "b.png": (1024, 300), "c.png": (1024, 300)}
+
+
+@pytest.fixture(scope="module")
+def media_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    rng = np.random.default_rng(0)
+    for name, (height, width) in SIZES.items():
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        coarse.resize((width, height)).save(folder / name)
+    (folder / "half.png").write_bytes((folder / "a.png").read_bytes()[:900])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, media_dir):
+    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+
+    model_dir = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    return AlignerConfig(model_dir=model_dir, media_policy=MediaPolicy(roots=(media_dir,)), base_dir=media_dir)
+
+
+@pytest.fixture(scope="module")
+def pool(config):
+    import ray
+
+    from nemo_rl_ext.rollout.pool import AlignerPool
+
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, ignore_reinit_error=False)
+    pool = AlignerPool(config, 2)
+    yield pool
+    pool.shutdown()
+    ray.shutdown()
+
+
+def request(family, lengths, names, row="r", **kwargs):
+    grammar = family.grammar
+    ids = [40]
+    for length in lengths:
+        ids += [grammar.start_id, *[grammar.context_id] * length, grammar.end_id]
+    media = tuple(MediaSource(ref=name, where=f"row {row}") for name in names)
+    return TurnRequest(row_id=row, turn=0, token_ids=np.array(ids, np.int32), media=media, **kwargs)
+
+
+def test_static_tensors_come_from_the_checkpoints_own_processor(pool):
+    (turn,) = pool.submit_static([tuple(MediaSource(ref=name) for name in SIZES)]).result()
+    assert [grid.num_tokens() for grid in turn.tensors.grids] == [252, 232, 232]
+    assert turn.tensors.values["pixel_values"].shape == (716 * 4, 768)
+
+
+def test_our_arithmetic_and_pixels_are_the_processors_own(pool, config):
+    from nemo_rl_ext.rollout.aligner import RolloutAligner
+
+    local = RolloutAligner(config)
+    (turn,) = pool.submit_static([tuple(MediaSource(ref=name) for name in SIZES)]).result()
+    items = [local._item(MediaSource(ref=name), {}) for name in SIZES]
+    grids = local.family.static_grids(items)
+    assert grids == turn.tensors.grids
+    ours = torch.cat([local.family.render(item, grid) for item, grid in zip(items, grids, strict=True)])
+    assert torch.allclose(ours, turn.tensors.values["pixel_values"], atol=2e-6)
+
+
+def test_matched_turns_ship_no_tensors_and_equal_repairs_are_one_object(pool):
+    (static,) = pool.submit_static([tuple(MediaSource(ref=name) for name in SIZES)]).result()
+    grids = static.tensors.grids
+    requests = [request(pool.family, (165, 144, 144), SIZES, f"r{i}", static_grids=grids) for i in range(4)]
+    requests.append(request(pool.family, (252, 232, 232), SIZES, "r4", static_grids=grids))
+    aligned = pool.submit_align(requests).result()
+    assert len({id(turn.tensors) for turn in aligned[:4]}) == 1
+    assert aligned[0].report.repaired
+    assert aligned[0].tensors.num_features(2) == 453
+    assert aligned[4].tensors is None
+    assert not aligned[4].changed
+    assert [item.verdict for item in aligned[4].report.media] == [Verdict.MATCHED] * 3
+
+
+def test_a_broken_file_is_a_neutral_turn_that_names_it(pool):
+    aligned = pool.submit_align([request(pool.family, (165,), ["half.png"], "row-9")]).result()[0]
+    assert aligned.report.reasons() == (Reason.DECODE_FAILED,)
+    assert aligned.tensors.num_features(2) == 165
+    assert "half.png" in str(aligned.report)
+    assert "row-9" in str(aligned.report)
+
+
+def test_a_missing_file_is_no_static_tensors_but_an_error(pool):
+    (turn,) = pool.submit_static([(MediaSource(ref="none.png", where="data.jsonl:3"),)]).result()
+    assert turn.tensors is None
+    assert "none.png" in turn.error
+    assert "data.jsonl:3" in turn.error
+
+
+def test_a_killed_aligner_is_replaced_and_its_work_done_again(pool):
+    deaths = pool.deaths
+    victims = pool.pids()
+    futures = [pool.submit_align([request(pool.family, (165,), ["a.png"], f"r{i}")]) for i in range(12)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    assert [future.result()[0].report.row_id for future in futures] == [f"r{i}" for i in range(12)]
+    assert pool.deaths > deaths
+    assert not set(pool.pids()) & set(victims)
+
+
+def test_a_row_that_ends_every_aligner_becomes_neutral_and_its_group_is_kept(config):
+    import ray
+
+    from nemo_rl_ext.rollout import pool as pool_module
+
+    class Poisoned(pool_module.RolloutAligner):
+        """A real aligner that a certain row ends, as a decoder crash would."""
+
+        def align(self, turns):
+            if any(turn.row_id == "poison" for turn in turns):
+                os._exit(1)
+            return super().align(turns)
+
+    pool = pool_module.AlignerPool(config, 1)
+    try:
+        pool._actor_class = ray.remote(num_cpus=0, max_restarts=0)(Poisoned)
+        pool._replace(pool._idle.get())
+        requests = [request(pool.family, (165,), ["a.png"], row) for row in ("r0", "poison", "r1")]
+        aligned = pool.submit_align(requests).result()
+        assert [turn.report.row_id for turn in aligned] == ["r0", "poison", "r1"]
+        assert [turn.report.neutral for turn in aligned] == [False, True, False]
+        assert aligned[1].report.reasons() == (Reason.WORKER_DIED,)
+        assert aligned[1].tensors.num_features(2) == 165
+    finally:
+        pool.shutdown()
