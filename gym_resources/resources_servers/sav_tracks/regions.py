@@ -4,10 +4,11 @@
 J and F follow the DAVIS 2017 definitions as TrackEval computes them (`trackeval/datasets` and `metrics/j_and_f.py`):
 a boundary pixel differs from its right, lower or lower-right neighbour, and two boundaries match within a disk of
 0.8 % of the frame's diagonal. A predicted box is scored as the filled rectangle it describes; because the boundary
-of a rectangle is known in closed form, no dense mask has to be drawn per answer.
+of a rectangle is known in closed form, no mask has to be drawn per answer and all frames are measured at once.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +17,6 @@ from resources_servers.sav_tracks.rle import Mask
 
 GRID = 1000
 _BOUNDARY_SHARE = 0.008
-
-PixelBox = tuple[int, int, int, int]
-
 
 def box_iou(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """IoU of `[..., 4]` boxes `(x1, y1, x2, y2)`, broadcast; 0 where the union is empty."""
@@ -33,11 +31,10 @@ def _area(box: np.ndarray) -> np.ndarray:
     return np.clip(box[..., 2:] - box[..., :2], 0, None).prod(axis=-1).astype(np.float64)
 
 
-def grid_box_to_pixels(box: np.ndarray, height: int, width: int) -> PixelBox:
-    """The pixels whose centres lie inside a box on the 0-1000 grid: `(left, top, right, bottom)`, exclusive ends."""
+def grid_to_pixels(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Pixels whose centres lie inside `[..., 4]` grid boxes: `(left, top, right, bottom)`, ends exclusive."""
     scale = np.array([width, height, width, height]) / GRID
-    left, top, right, bottom = np.ceil(np.asarray(box, dtype=np.float64) * scale - 0.5).astype(int).tolist()
-    return left, top, right, bottom
+    return np.ceil(np.asarray(boxes, dtype=np.float64) * scale - 0.5).astype(np.int64)
 
 
 def boundary_radius(height: int, width: int) -> int:
@@ -70,18 +67,19 @@ def boundary_accuracy(predicted: np.ndarray, truth: np.ndarray) -> float:
     ours, theirs = np.argwhere(boundary_map(predicted)), np.argwhere(boundary_map(truth))
     near_ours = _dilate(ours, radius, predicted.shape)
     near_theirs = _dilate(theirs, radius, truth.shape)
-    return _f_measure(
-        near_theirs[ours[:, 0], ours[:, 1]].sum(), len(ours), near_ours[theirs[:, 0], theirs[:, 1]].sum(), len(theirs)
-    )
+    num_precise, num_recalled = near_theirs[ours[:, 0], ours[:, 1]].sum(), near_ours[theirs[:, 0], theirs[:, 1]].sum()
+    return float(_f_measure(num_precise, len(ours), num_recalled, len(theirs)))
 
 
-def _f_measure(num_precise: float, num_ours: int, num_recalled: float, num_theirs: int) -> float:
-    if num_ours == 0 or num_theirs == 0:
-        # as in TrackEval: an empty side is perfect in one respect and hopeless in the other
-        return 1.0 if num_ours == num_theirs else 0.0
-    precision, recall = num_precise / num_ours, num_recalled / num_theirs
-    total = precision + recall
-    return float(2 * precision * recall / total) if total else 0.0
+def _f_measure(
+    num_precise: np.ndarray, num_ours: np.ndarray, num_recalled: np.ndarray, num_theirs: np.ndarray
+) -> np.ndarray:
+    """F from counts, arrays or numbers; an empty side is perfect in one respect and hopeless in the other."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision, recall = np.divide(num_precise, num_ours), np.divide(num_recalled, num_theirs)
+        f = np.nan_to_num(2 * precision * recall / (precision + recall))
+    one_is_empty = (np.equal(num_ours, 0)) | (np.equal(num_theirs, 0))
+    return np.where(one_is_empty, np.equal(num_ours, num_theirs).astype(float), f)
 
 
 def _dilate(pixels: np.ndarray, radius: int, shape: tuple[int, int]) -> np.ndarray:
@@ -96,76 +94,114 @@ def _dilate(pixels: np.ndarray, radius: int, shape: tuple[int, int]) -> np.ndarr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MaskBoundary:
-    """What F needs of one true mask, kept small enough to cache: its boundary and, bit-packed, the disk around it."""
+class Boundaries:
+    """What F needs of a row's true masks, small enough to cache: their boundaries and, bit-packed, the disks around.
+
+    Masks are numbered; all have one size. `mask_of` is sorted.
+    """
 
     height: int
     width: int
-    pixels: np.ndarray  # [n, 2] (row, column)
-    near: np.ndarray  # [height, ceil(width / 8)] uint8
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self.pixels.nbytes + self.near.nbytes
+    mask_of: np.ndarray  # [pixels] number of the mask
+    pixels: np.ndarray  # [pixels, 2] (row, column)
+    near: np.ndarray  # [masks, height, ceil(width / 8)] uint8
 
     @classmethod
-    def of(cls, mask: Mask) -> "MaskBoundary":
-        """Trace a mask once."""
-        pixels = np.argwhere(boundary_map(mask.dense())).astype(np.int32)
-        radius = boundary_radius(mask.height, mask.width)
-        near = np.packbits(_dilate(pixels, radius, (mask.height, mask.width)), axis=1)
-        return cls(height=mask.height, width=mask.width, pixels=pixels, near=near)
+    def of(cls, masks: Sequence[Mask]) -> "Boundaries":
+        """Trace masks of one size, none of them empty."""
+        height, width = masks[0].height, masks[0].width
+        radius = boundary_radius(height, width)
+        near = np.zeros((len(masks), height, -(-width // 8)), dtype=np.uint8)
+        pixels = []
+        for index, mask in enumerate(masks):
+            left, top, right, bottom = mask.bounds()
+            # one background line on each side, where there is one, holds all that the boundary depends on
+            x0, y0 = max(left - 1, 0), max(top - 1, 0)
+            x1, y1 = min(right + 1, width), min(bottom + 1, height)
+            found = np.argwhere(boundary_map(mask.dense()[y0:y1, x0:x1]))
+            found += (y0, x0)
+            pixels.append(found)
+            y0, y1 = max(top - 1 - radius, 0), min(bottom + radius, height)
+            near[index, y0:y1] = np.packbits(_dilate(found - (y0, 0), radius, (y1 - y0, width)), axis=1)
+        counts = [len(found) for found in pixels]
+        return cls(
+            height=height,
+            width=width,
+            mask_of=np.repeat(np.arange(len(masks), dtype=np.int32), counts),
+            pixels=np.concatenate(pixels).astype(np.int32),
+            near=near,
+        )
 
 
-def box_region_similarity(box: PixelBox, mask: Mask) -> float:
-    """J of a filled pixel rectangle against a mask, without drawing either."""
-    left, top, right, bottom = box
-    box_area = max(right - left, 0) * max(bottom - top, 0)
-    overlap = mask.area_in(*box)
-    union = box_area + mask.area - overlap
+def box_region_similarity(box: np.ndarray, mask: Mask) -> float:
+    """J of one filled pixel rectangle `(left, top, right, bottom)` against a mask, without drawing either."""
+    left, top, right, bottom = box.tolist()
+    overlap = mask.area_in(left, top, right, bottom)
+    union = max(right - left, 0) * max(bottom - top, 0) + mask.area - overlap
     return overlap / union if union else 1.0
 
 
-def box_boundary_accuracy(box: PixelBox, truth: MaskBoundary) -> float:
-    """F of a filled pixel rectangle against a mask; equals `boundary_accuracy` of the drawn rectangle."""
-    lines = _outline(box, truth.height, truth.width)
-    num_theirs = len(truth.pixels)
-    if not lines or not num_theirs:
-        return 1.0 if not lines and not num_theirs else 0.0
-    # lines that cross share pixels: count each pixel once
-    flat = np.unique(
-        np.concatenate(
-            [
-                (np.arange(r0, r1 + 1)[:, None] * truth.width + np.arange(c0, c1 + 1)).reshape(-1)
-                for r0, c0, r1, c1 in lines
-            ]
-        )
-    )
-    rows, columns = flat // truth.width, flat % truth.width
-    precise = (truth.near[rows, columns >> 3] >> (7 - (columns & 7))) & 1
-    row, column = truth.pixels[:, 0], truth.pixels[:, 1]
-    closest = None
-    for r0, c0, r1, c1 in lines:
+def box_boundary_accuracy(boxes: np.ndarray, of_mask: np.ndarray, truth: Boundaries) -> np.ndarray:
+    """F of `[n, 4]` filled pixel rectangles, each against the mask with number `of_mask[n]`.
+
+    Equals `boundary_accuracy` of the drawn rectangles. Each mask is asked for at most once.
+    """
+    num_boxes = len(boxes)
+    lines, exists = _outlines(boxes, truth.height, truth.width)
+    # lines cross at the corners: a corner belongs to the horizontal line where there is one
+    box_of, rows, columns = _pixels_on(lines, exists)
+    precise = (truth.near[of_mask[box_of], rows, columns >> 3] >> (7 - (columns & 7))) & 1
+    num_precise = np.bincount(box_of, weights=precise, minlength=num_boxes)
+    num_ours = np.bincount(box_of, minlength=num_boxes)
+
+    box_for = np.full(len(truth.near), -1)
+    box_for[of_mask] = np.arange(num_boxes)
+    box_at = box_for[truth.mask_of]
+    asked = box_at >= 0
+    box_at, row, column = box_at[asked], truth.pixels[asked, 0], truth.pixels[asked, 1]
+    recalled = np.zeros(len(box_at), dtype=bool)
+    reach = boundary_radius(truth.height, truth.width) ** 2
+    for side in range(4):
+        r0, c0, r1, c1 = lines[side][:, box_at]
         distance = (row - np.clip(row, r0, r1)) ** 2 + (column - np.clip(column, c0, c1)) ** 2
-        closest = distance if closest is None else np.minimum(closest, distance)
-    recalled = closest <= boundary_radius(truth.height, truth.width) ** 2
-    return _f_measure(int(precise.sum()), len(flat), int(recalled.sum()), num_theirs)
+        recalled |= exists[side, box_at] & (distance <= reach)
+    num_recalled = np.bincount(box_at, weights=recalled, minlength=num_boxes)
+    num_theirs = np.bincount(box_at, minlength=num_boxes)
+    return _f_measure(num_precise, num_ours, num_recalled, num_theirs)
 
 
-def _outline(box: PixelBox, height: int, width: int) -> list[tuple[int, int, int, int]]:
-    """The lines `(row, column, row, column)`, inclusive, that `boundary_map` marks for a filled rectangle."""
-    left, top, right, bottom = box
-    if right <= left or bottom <= top:
-        return []
-    first_row, first_column = max(top - 1, 0), max(left - 1, 0)
-    lines = []
-    if top > 0:
-        lines.append((top - 1, first_column, top - 1, right - 1))
-    if bottom < height:
-        lines.append((bottom - 1, first_column, bottom - 1, right - 1))
-    if left > 0:
-        lines.append((first_row, left - 1, bottom - 1, left - 1))
-    if right < width:
-        lines.append((first_row, right - 1, bottom - 1, right - 1))
-    return lines
+def _outlines(boxes: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The lines that `boundary_map` marks for filled rectangles: above, lowest row, left of, rightmost column.
+
+    Returns `[4, 4, n]`, side by (row, column, row, column) inclusive, and `[4, n]`, whether the side exists.
+    """
+    left, top, right, bottom = boxes.T
+    first_row, first_column = np.maximum(top - 1, 0), np.maximum(left - 1, 0)
+    lines = np.stack(
+        [
+            np.stack([top - 1, first_column, top - 1, right - 1]),
+            np.stack([bottom - 1, first_column, bottom - 1, right - 1]),
+            np.stack([first_row, left - 1, bottom - 1, left - 1]),
+            np.stack([first_row, right - 1, bottom - 1, right - 1]),
+        ]
+    )
+    exists = np.stack([top > 0, bottom < height, left > 0, right < width])
+    return lines, exists & (right > left) & (bottom > top)
+
+
+def _pixels_on(lines: np.ndarray, exists: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Box number, row and column of every outline pixel, each once."""
+    found = []
+    for side in range(4):
+        r0, c0, r1, c1 = lines[side]
+        if side >= 2:
+            # the upper and lower ends are on the horizontal lines, where those exist
+            r0 = r0 + exists[0]
+            r1 = r1 - exists[1]
+        length = np.where(exists[side], np.maximum((r1 - r0) + (c1 - c0) + 1, 0), 0)
+        box_of = np.repeat(np.arange(len(length)), length)
+        step = np.arange(len(box_of)) - np.repeat(np.cumsum(length) - length, length)
+        across = side < 2
+        found.append((box_of, r0[box_of] + (0 if across else step), c0[box_of] + (step if across else 0)))
+    box_of, rows, columns = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return box_of, rows, columns

@@ -23,7 +23,7 @@ from resources_servers.sav_tracks.regions import (
     box_boundary_accuracy,
     box_iou,
     box_region_similarity,
-    grid_box_to_pixels,
+    grid_to_pixels,
 )
 from resources_servers.sav_tracks.truth import GroundTruth, GroundTruthError, Task, TrueObject, TruthCache, read_truth
 
@@ -174,7 +174,7 @@ def _metrics(
     num_extra: int,
     region_metrics: bool,
 ) -> dict[str, float]:
-    placed, absences, regions, boundaries, named = [], [], [], [], []
+    placed, absences, named = [], [], []
     for i, item in enumerate(truth.objects):
         track = answer.tracks[matched[i]] if i in matched else None
         shown, hidden = item.visible & item.scored, ~item.visible & item.scored
@@ -182,11 +182,6 @@ def _metrics(
         absences.append(track.absent[hidden] if track else np.zeros(int(hidden.sum())))
         if item.name is not None and truth.task is Task.REF:
             named.append(track is not None and (track.name or "").strip().casefold() == item.name.strip().casefold())
-        if region_metrics and item.masks is not None and truth.task.shape is Shape.BOX:
-            for frame in np.flatnonzero(item.scored):
-                region, boundary = _region_scores(item, track, int(frame))
-                regions.append(region)
-                boundaries.append(boundary)
     qualities, claims = np.concatenate(placed), np.concatenate(absences)
     found = {
         "num_objects": len(truth.objects),
@@ -202,18 +197,36 @@ def _metrics(
         found["success_auc"] = float((qualities[:, None] > SUCCESS_THRESHOLDS).mean())
     if claims.size:
         found["absence_recall"] = float(claims.mean())
-    if regions:
-        found["J"], found["F"] = float(np.mean(regions)), float(np.mean(boundaries))
+    if region_metrics and truth.task.shape is Shape.BOX and truth.boundaries:
+        found["J"], found["F"] = _region_scores(truth, answer, matched)
         found["J&F"] = (found["J"] + found["F"]) / 2
     if named:
         found["name_accuracy"] = float(np.mean(named))
     return {f"{truth.task.value}/{name}": float(value) for name, value in found.items()}
 
 
-def _region_scores(item: TrueObject, track: Track | None, frame: int) -> tuple[float, float]:
-    """J and F of one frame; as in video object segmentation, no prediction is an empty region."""
-    mask, placed = item.masks[frame], track is not None and bool(track.visible[frame])
-    if mask is None or not placed:
-        return (1.0, 1.0) if mask is None and not placed else (0.0, 0.0)
-    box = grid_box_to_pixels(track.coordinates[frame], mask.height, mask.width)
-    return box_region_similarity(box, mask), box_boundary_accuracy(box, item.boundaries[frame])
+def _region_scores(truth: GroundTruth, answer: Answer, matched: dict[int, int]) -> tuple[float, float]:
+    """Mean J and F over the scored frames of the objects with masks.
+
+    As in video object segmentation no prediction is an empty region: right where there is nothing to see.
+    """
+    boundaries, numbers = truth.boundaries
+    nothing = np.zeros(truth.num_frames, dtype=bool)
+    boxes, of_mask, regions, num_right_absences, num_places = [], [], [], 0, 0
+    for i, item in enumerate(truth.objects):
+        if item.masks is None:
+            continue
+        track = answer.tracks[matched[i]] if i in matched else None
+        placed = track.visible if track else nothing
+        num_places += int(item.scored.sum())
+        num_right_absences += int((item.scored & ~item.visible & ~placed).sum())
+        frames = np.flatnonzero(item.scored & item.visible & placed)
+        if frames.size:
+            pixels = grid_to_pixels(track.coordinates[frames], boundaries.height, boundaries.width)
+            regions += [box_region_similarity(box, item.masks[t]) for box, t in zip(pixels, frames, strict=True)]
+            boxes.append(pixels)
+            of_mask.append(numbers[i, frames])
+    region, boundary = float(np.sum(regions)), 0.0
+    if boxes:
+        boundary = float(box_boundary_accuracy(np.concatenate(boxes), np.concatenate(of_mask), boundaries).sum())
+    return (region + num_right_absences) / num_places, (boundary + num_right_absences) / num_places

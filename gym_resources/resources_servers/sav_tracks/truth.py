@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from resources_servers.sav_tracks.answer import Shape
-from resources_servers.sav_tracks.regions import GRID, MaskBoundary
+from resources_servers.sav_tracks.regions import GRID, Boundaries
 from resources_servers.sav_tracks.rle import Mask, MaskError, decode
 
 MAX_FRAMES = 512
@@ -51,11 +51,6 @@ class TrueObject:
     boxes: np.ndarray  # [frames, 4] on the 0-1000 grid; zero where absent
     masks: tuple[Mask | None, ...] | None  # per frame; None where the row carries no masks
 
-    @cached_property
-    def boundaries(self) -> tuple[MaskBoundary | None, ...]:
-        """Per frame, what the boundary measure needs; traced on first use."""
-        return tuple(None if mask is None else MaskBoundary.of(mask) for mask in self.masks or ())
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroundTruth:
@@ -64,6 +59,18 @@ class GroundTruth:
     task: Task
     num_frames: int
     objects: tuple[TrueObject, ...]
+
+    @cached_property
+    def boundaries(self) -> tuple[Boundaries, np.ndarray] | None:
+        """The masks' boundaries, traced on first use, and `[objects, frames]`, the number of each mask or -1."""
+        numbers = np.full((len(self.objects), self.num_frames), -1)
+        masks = []
+        for index, item in enumerate(self.objects):
+            for frame, mask in enumerate(item.masks or ()):
+                if mask is not None:
+                    numbers[index, frame] = len(masks)
+                    masks.append(mask)
+        return (Boundaries.of(masks), numbers) if masks else None
 
     @cached_property
     def num_bytes(self) -> int:
@@ -84,15 +91,13 @@ def read_truth(metadata: Any) -> GroundTruth:
     """
     if not isinstance(metadata, dict):
         raise GroundTruthError(f"verifier_metadata: expected an object, got {type(metadata).__name__}")
-    try:
-        task = Task(metadata.get("task"))
-    except ValueError:
-        raise GroundTruthError(
-            f"task: expected one of {', '.join(Task)}, got {str(metadata.get('task'))[:40]!r}"
-        ) from None
+    name = metadata.get("task")
+    if not isinstance(name, str) or name not in set(Task):
+        raise GroundTruthError(f"task: expected one of {', '.join(Task)}, got {_describe(name)}")
+    task = Task(name)
     num_frames = metadata.get("num_frames")
     if not _is_count(num_frames, MAX_FRAMES):
-        raise GroundTruthError(f"num_frames: expected 1 to {MAX_FRAMES}, got {str(num_frames)[:40]}")
+        raise GroundTruthError(f"num_frames: expected 1 to {MAX_FRAMES}, got {_describe(num_frames)}")
     listed = metadata.get("objects")
     if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_OBJECTS:
         raise GroundTruthError(f"objects: expected a list of 1 to {MAX_OBJECTS}, got {_describe(listed)}")
@@ -101,6 +106,9 @@ def read_truth(metadata: Any) -> GroundTruth:
             f"objects: {len(listed)} objects in {num_frames} frames are more than {MAX_PLACES} places; split the row"
         )
     objects = tuple(_read_object(item, f"objects[{i}]", task, num_frames) for i, item in enumerate(listed))
+    sizes = {(mask.height, mask.width) for item in objects for mask in item.masks or () if mask is not None}
+    if len(sizes) > 1:
+        raise GroundTruthError(f"objects: all masks of a row must have one size, got {sorted(sizes)}")
     ids = [item.id for item in objects]
     if len(set(ids)) != len(ids):
         raise GroundTruthError(f"objects: ids must be unique, got {ids}")
@@ -122,7 +130,7 @@ def _read_object(item: Any, where: str, task: Task, num_frames: int) -> TrueObje
             continue
         if not isinstance(box, list) or len(box) != 4 or not all(_is_on_grid(number) for number in box):
             raise GroundTruthError(
-                f"{where}.boxes[{frame}]: expected four integers from 0 to {GRID} or null, got {str(box)[:60]}"
+                f"{where}.boxes[{frame}]: expected four integers from 0 to {GRID} or null, got {_describe(box)}"
             )
         if box[0] >= box[2] or box[1] >= box[3]:
             raise GroundTruthError(f"{where}.boxes[{frame}]: expected x1 < x2 and y1 < y2, got {box}")
@@ -175,7 +183,15 @@ def _frames_of(item: dict[str, Any], key: str, where: str, num_frames: int) -> l
 
 
 def _describe(value: Any) -> str:
-    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:60]
+    """Short and safe for any JSON value: a deeply nested one cannot be printed, a long number must not be."""
+    if value is None or isinstance(value, (str, float, bool)):
+        return repr(value)[:60]
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**12 else "an integer of more than twelve digits"
+    if isinstance(value, list):
+        short = len(value) <= 4 and all(isinstance(item, (int, float)) for item in value)
+        return f"[{', '.join(map(_describe, value))}]" if short else f"a list of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 def _is_count(value: Any, most: int, *, least: int = 1) -> bool:

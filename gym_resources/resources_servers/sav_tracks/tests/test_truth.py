@@ -34,7 +34,7 @@ def replace(row, path, value):
         (["task"], ["box"], "task: expected one of"),
         (["num_frames"], 0, "num_frames: expected 1 to 512"),
         (["num_frames"], True, "num_frames"),
-        (["objects"], [], "objects: expected a list of 1 to 64, got a list of 0"),
+        (["objects"], [], r"objects: expected a list of 1 to 64, got \[\]"),
         (["objects"], {}, "objects: expected a list"),
         (["objects", 0], 7, r"objects\[0\]: expected an object, got int"),
         (["objects", 0, "id"], " ", r"objects\[0\].id: expected a non-empty string"),
@@ -67,6 +67,13 @@ def test_metadata_that_is_no_object_and_rows_that_are_too_large_are_refused(make
         read_truth([])
     row = make_row("box", {str(i): [BOX] * 200 for i in range(30)}, masks=False)
     with pytest.raises(GroundTruthError, match="more than 4096 places"):
+        read_truth(row)
+
+
+def test_masks_of_one_row_have_one_size(make_row):
+    row = make_row("box", {"a": [BOX, BOX]})
+    row["objects"][0]["masks"][1] = {"size": [2, 2], "counts": [1, 3]}
+    with pytest.raises(GroundTruthError, match=r"all masks of a row must have one size, got \[\(2, 2\), \(50, 100\)\]"):
         read_truth(row)
 
 
