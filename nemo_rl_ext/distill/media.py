@@ -129,8 +129,8 @@ class MediaExpander:
             if run.length:
                 raise RecordError(
                     f"{part!r} spells {run.length} image context token(s) at token {run.offset}, which no "
-                    "image of the record fills; escape the text, or name the image in 'images' and mark it in "
-                    "'input'"
+                    "image of the record fills; escape the text, or name the image in 'images' and mark it "
+                    "in 'input'"
                 )
 
 

@@ -96,7 +96,8 @@ def start(cp_size: int, *, timeout_s: float = 1800.0) -> Ranks:
         return Ranks(device=device)
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     mesh = dist.init_device_mesh(device.type, (world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
     ranks = Ranks(
         dp_rank=mesh.get_local_rank("dp"),
