@@ -182,20 +182,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--frame-side", type=int, default=defaults.frame_side)
     parser.add_argument("--names", type=Path, help='JSON {"video id": {"object id": "name"}}; SA-V has no names')
     options = parser.parse_args(arguments)
-    config = ConvertConfig(
-        task=options.task,
-        media=options.media,
-        source=options.source,
-        num_frames=options.num_frames,
-        max_objects=options.max_objects,
-        mask_side=options.mask_side,
-        frame_side=options.frame_side,
-        names=json.loads(options.names.read_text(encoding="utf-8")) if options.names else {},
-    )
     frames_folder = options.out.parent / f"{options.out.stem}_frames"
     try:
+        config = ConvertConfig(
+            task=options.task,
+            media=options.media,
+            source=options.source,
+            num_frames=options.num_frames,
+            max_objects=options.max_objects,
+            mask_side=options.mask_side,
+            frame_side=options.frame_side,
+            names=json.loads(options.names.read_text(encoding="utf-8")) if options.names else {},
+        )
         num_rows = write_rows(convert_folder(options.folder, frames_folder=frames_folder, config=config), options.out)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print(f"{num_rows} rows written to {options.out}")
     return 0
