@@ -122,7 +122,9 @@ def test_boundary_accuracy_equals_the_morphological_definition():
 
 
 def test_j_and_f_equal_trackeval():
-    trackeval = pytest.importorskip("trackeval.metrics", reason="pip install trackeval (in an environment of its own)")
+    trackeval = pytest.importorskip(
+        "trackeval.metrics", reason="pip install trackeval (in an environment of its own)"
+    )
     rng = np.random.default_rng(4)
     for _ in range(40):
         height, width = rng.integers(20, 200, 2).tolist()
@@ -151,15 +153,17 @@ def test_the_reported_metrics_equal_a_plain_loop_over_pycocotools():
         references = [coco.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in masks]
         boxes, frames = [], []
         for frame, (mask, reference) in enumerate(zip(masks, references, strict=True)):
-            x, y, w, h = coco.toBbox(reference).tolist()
-            box = [round(v) for v in (x / width * 1000, y / height * 1000, (x + w) / width * 1000, (y + h) / height * 1000)]
+            x, y, w, h = (np.array(coco.toBbox(reference)) / [width, height, width, height] * 1000).tolist()
+            box = [round(x), round(y), round(x + w), round(y + h)]
             boxes.append(box if mask.any() else None)
             guess = random_boxes(rng, 1)[0].tolist() if rng.random() < 0.8 else None
             frames.append({"frame": frame, "box": guess} if guess else {"frame": frame, "visible": False})
         row = {
             "task": "box",
             "num_frames": num_frames,
-            "objects": [{"id": "1", "boxes": boxes, "masks": [encode(m) if m.any() else None for m in masks]}],
+            "objects": [
+                {"id": "1", "boxes": boxes, "masks": [encode(m) if m.any() else None for m in masks]}
+            ],
         }
         score = score_answer(json.dumps({"tracks": [{"id": "1", "frames": frames}]}), row)
 
@@ -168,7 +172,10 @@ def test_the_reported_metrics_equal_a_plain_loop_over_pycocotools():
             drawn = np.zeros_like(mask)
             if "box" in entry:
                 x1, y1, x2, y2 = entry["box"]
-                rows, columns = (np.arange(height) + 0.5) / height * 1000, (np.arange(width) + 0.5) / width * 1000
+                rows, columns = (
+                    (np.arange(height) + 0.5) / height * 1000,
+                    (np.arange(width) + 0.5) / width * 1000,
+                )
                 drawn = ((rows >= y1) & (rows < y2))[:, None] & ((columns >= x1) & (columns < x2))[None]
             sides = [coco.encode(np.asfortranarray(side.astype(np.uint8))) for side in (drawn, mask)]
             # nothing predicted where there is nothing is a perfect region; something predicted there is not

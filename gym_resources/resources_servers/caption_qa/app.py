@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, PrivateAttr
-
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseRunRequest,
@@ -22,6 +20,7 @@ from nemo_gym.openai_utils import (
     NeMoGymResponseCreateParamsNonStreaming,
 )
 from nemo_gym.server_utils import get_response_json, raise_for_status
+from pydantic import ConfigDict, Field, PrivateAttr
 
 try:
     from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse
@@ -31,7 +30,7 @@ except ImportError:  # nemo-gym 0.4.0
 # Gym starts this file as a script; outside a Gym checkout the folder above `resources_servers` is not on the path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from resources_servers.caption_qa.scoring import JudgeSettings, score_caption  # noqa: E402
+from resources_servers.caption_qa.scoring import JudgeSettings, score_caption
 
 # Gym's rollout collection writes a result with this key beside the good ones and asks for it again on a resumed run
 FAILURE_CLASS_KEY = "_ng_failure_class"
@@ -119,7 +118,10 @@ class CaptionQaResourcesServer(SimpleResourcesServer):
         fields = {**body.model_dump(), **score.as_fields()}
         if score.error_class == "judge_unavailable":
             instance = fields.get("instance_config")
-            fields["instance_config"] = {**(instance if isinstance(instance, dict) else {}), "mask_sample": True}
+            fields["instance_config"] = {
+                **(instance if isinstance(instance, dict) else {}),
+                "mask_sample": True,
+            }
             fields[FAILURE_CLASS_KEY] = score.error_class
         return CaptionQaVerifyResponse(**fields)
 

@@ -91,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; 0 on success, 2 with one line on standard error for bad input."""
     defaults = ConvertConfig(task=Task.REF)
     parser = argparse.ArgumentParser(description="Turn SA-V videos and annotations into caption rows.")
-    parser.add_argument("folder", type=Path, help="folder with {id}.mp4 and {id}_manual.json or {id}_auto.json")
+    parser.add_argument(
+        "folder", type=Path, help="folder with {id}.mp4 and {id}_manual.json or {id}_auto.json"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--names", type=Path, required=True, help='JSON {"video id": {"object id": "name"}}')
     parser.add_argument("--media", type=Media, choices=list(Media), default=defaults.media)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from resources_servers.sav_tracks.regions import GRID
 from resources_servers.sav_tracks.rle import Mask, MaskError, decode, encode
 
@@ -57,7 +56,9 @@ def read_annotation(path: Path) -> Annotation:
         raise AnnotationError(f"{path}: expected 'masklet', a list over frames of lists over objects")
     num_objects = {len(entry) for entry in masklet}
     if len(num_objects) != 1 or 0 in num_objects:
-        raise AnnotationError(f"{path}: every frame must list the same objects, got {sorted(num_objects)} per frame")
+        raise AnnotationError(
+            f"{path}: every frame must list the same objects, got {sorted(num_objects)} per frame"
+        )
     ids = content.get("masklet_id", list(range(num_objects.pop())))
     if not isinstance(ids, list) or len(ids) != len(masklet[0]) or len(set(map(str, ids))) != len(ids):
         raise AnnotationError(f"{path}: expected 'masklet_id', one unique id per object ({len(masklet[0])})")
@@ -71,7 +72,9 @@ def read_annotation(path: Path) -> Annotation:
 
 def sample_entries(num_entries: int, num_frames: int) -> list[int]:
     """Annotated frames of one row: evenly spread over the video, first and last included, all of them if fewer."""
-    return sorted(set(np.linspace(0, num_entries - 1, min(num_frames, num_entries)).round().astype(int).tolist()))
+    return sorted(
+        set(np.linspace(0, num_entries - 1, min(num_frames, num_entries)).round().astype(int).tolist())
+    )
 
 
 def true_objects(

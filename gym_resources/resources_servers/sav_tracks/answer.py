@@ -16,7 +16,6 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-
 from resources_servers.sav_tracks.regions import GRID
 
 MAX_DEPTH = 32

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, PrivateAttr
-
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseRunRequest,
@@ -15,6 +13,7 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from nemo_gym.openai_utils import NeMoGymResponse
+from pydantic import ConfigDict, PrivateAttr
 
 try:
     from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse
@@ -24,8 +23,8 @@ except ImportError:  # nemo-gym 0.4.0
 # Gym starts this file as a script; outside a Gym checkout the folder above `resources_servers` is not on the path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from resources_servers.sav_tracks.scoring import score_answer  # noqa: E402
-from resources_servers.sav_tracks.truth import TruthCache  # noqa: E402
+from resources_servers.sav_tracks.scoring import score_answer
+from resources_servers.sav_tracks.truth import TruthCache
 
 
 class SavTracksConfig(BaseResourcesServerConfig):

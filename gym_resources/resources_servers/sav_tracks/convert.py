@@ -69,7 +69,9 @@ def convert_folder(folder: Path, *, frames_folder: Path, config: ConvertConfig) 
     """Rows of every annotated video in `folder`, in order of name; videos without a usable object are logged."""
     annotations = sorted(folder.glob(f"*_{config.source}.json"))
     if not annotations:
-        raise AnnotationError(f"{folder}: no *_{config.source}.json; expected SA-V's {{id}}_{config.source}.json files")
+        raise AnnotationError(
+            f"{folder}: no *_{config.source}.json; expected SA-V's {{id}}_{config.source}.json files"
+        )
     for path in annotations:
         row = convert_video(read_annotation(path), folder, frames_folder=frames_folder, config=config)
         if row is None:
@@ -112,7 +114,9 @@ def convert_video(
         pictures = _jpegs(video, numbers, config)
         for index, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
             content.append({"type": "input_text", "text": f"Frame {index}:"})
-            url = _place_picture(picture, frames_folder / annotation.video_id / f"{number:05d}.jpg", config.media)
+            url = _place_picture(
+                picture, frames_folder / annotation.video_id / f"{number:05d}.jpg", config.media
+            )
             content.append({"type": "input_image", "image_url": url, "detail": "auto"})
         content.append({"type": "input_text", "text": question})
     return {
@@ -171,7 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; 0 on success, 2 with one line on standard error for bad input."""
     defaults = ConvertConfig(task=Task.BOX)
     parser = argparse.ArgumentParser(description="Turn SA-V videos and annotations into manifest rows.")
-    parser.add_argument("folder", type=Path, help="folder with {id}.mp4 and {id}_manual.json or {id}_auto.json")
+    parser.add_argument(
+        "folder", type=Path, help="folder with {id}.mp4 and {id}_manual.json or {id}_auto.json"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--task", type=Task, choices=list(Task), required=True)
     parser.add_argument("--media", type=Media, choices=list(Media), default=defaults.media)
@@ -180,7 +186,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-objects", type=int, default=defaults.max_objects)
     parser.add_argument("--mask-side", type=int, default=defaults.mask_side)
     parser.add_argument("--frame-side", type=int, default=defaults.frame_side)
-    parser.add_argument("--names", type=Path, help='JSON {"video id": {"object id": "name"}}; SA-V has no names')
+    parser.add_argument(
+        "--names", type=Path, help='JSON {"video id": {"object id": "name"}}; SA-V has no names'
+    )
     options = parser.parse_args(arguments)
     frames_folder = options.out.parent / f"{options.out.stem}_frames"
     try:
@@ -194,7 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
             frame_side=options.frame_side,
             names=json.loads(options.names.read_text(encoding="utf-8")) if options.names else {},
         )
-        num_rows = write_rows(convert_folder(options.folder, frames_folder=frames_folder, config=config), options.out)
+        num_rows = write_rows(
+            convert_folder(options.folder, frames_folder=frames_folder, config=config), options.out
+        )
     except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print(f"{num_rows} rows written to {options.out}")

@@ -34,7 +34,7 @@ def instruction(task: Task, *, num_frames: int, objects: list[dict[str, Any]]) -
         subject = f"Track these objects through {frames}:\n" + "\n".join(_introduce(item) for item in objects)
     return (
         f"{subject}\n"
-        f"For every frame give either {_PLACE[task]}, or \"visible\": false when the object cannot be seen. "
+        f'For every frame give either {_PLACE[task]}, or "visible": false when the object cannot be seen. '
         "Coordinates are integers from 0 to 1000, measured from the top left corner across the whole frame. "
         f"Answer with one JSON object of this form and nothing after it:\n{_EXAMPLE[task]}"
     )
@@ -47,6 +47,6 @@ def frame_times(times: list[float]) -> str:
 
 def _introduce(item: dict[str, Any]) -> str:
     if item.get("name"):
-        return f"- id \"{item['id']}\": {item['name']}"
+        return f'- id "{item["id"]}": {item["name"]}'
     shown = item["prompt_frame"]
-    return f"- id \"{item['id']}\": the object inside the box {item['boxes'][shown]} of frame {shown}"
+    return f'- id "{item["id"]}": the object inside the box {item["boxes"][shown]} of frame {shown}'

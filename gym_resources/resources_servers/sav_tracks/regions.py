@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from resources_servers.sav_tracks.rle import Mask
 
 GRID = 1000
 _BOUNDARY_SHARE = 0.008
+
 
 def box_iou(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """IoU of `[..., 4]` boxes `(x1, y1, x2, y2)`, broadcast; 0 where the union is empty."""
@@ -67,7 +67,10 @@ def boundary_accuracy(predicted: np.ndarray, truth: np.ndarray) -> float:
     ours, theirs = np.argwhere(boundary_map(predicted)), np.argwhere(boundary_map(truth))
     near_ours = _dilate(ours, radius, predicted.shape)
     near_theirs = _dilate(theirs, radius, truth.shape)
-    num_precise, num_recalled = near_theirs[ours[:, 0], ours[:, 1]].sum(), near_ours[theirs[:, 0], theirs[:, 1]].sum()
+    num_precise, num_recalled = (
+        near_theirs[ours[:, 0], ours[:, 1]].sum(),
+        near_ours[theirs[:, 0], theirs[:, 1]].sum(),
+    )
     return float(_f_measure(num_precise, len(ours), num_recalled, len(theirs)))
 
 

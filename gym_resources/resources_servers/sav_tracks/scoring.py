@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-
 from resources_servers.sav_tracks.answer import Answer, Problem, Shape, Track, parse_answer
 from resources_servers.sav_tracks.regions import (
     GRID,
@@ -25,7 +23,15 @@ from resources_servers.sav_tracks.regions import (
     box_region_similarity,
     grid_to_pixels,
 )
-from resources_servers.sav_tracks.truth import GroundTruth, GroundTruthError, Task, TrueObject, TruthCache, read_truth
+from resources_servers.sav_tracks.truth import (
+    GroundTruth,
+    GroundTruthError,
+    Task,
+    TrueObject,
+    TruthCache,
+    read_truth,
+)
+from scipy.optimize import linear_sum_assignment
 
 logger = logging.getLogger("nemo_rl_ext.gym.sav_tracks")
 
@@ -69,7 +75,9 @@ class Score:
         }
 
 
-def score_answer(text: Any, metadata: Any, *, cache: TruthCache | None = None, region_metrics: bool = True) -> Score:
+def score_answer(
+    text: Any, metadata: Any, *, cache: TruthCache | None = None, region_metrics: bool = True
+) -> Score:
     """Score a policy's final text against a row's `verifier_metadata`; never raises.
 
     Ground truth that cannot be used gives reward 0 with `error` and error class `ground_truth`. An answer that cannot
@@ -181,7 +189,9 @@ def _metrics(
         placed.append(quality[i, matched[i], shown] if track else np.zeros(int(shown.sum())))
         absences.append(track.absent[hidden] if track else np.zeros(int(hidden.sum())))
         if item.name is not None and truth.task is Task.REF:
-            named.append(track is not None and (track.name or "").strip().casefold() == item.name.strip().casefold())
+            named.append(
+                track is not None and (track.name or "").strip().casefold() == item.name.strip().casefold()
+            )
     qualities, claims = np.concatenate(placed), np.concatenate(absences)
     found = {
         "num_objects": len(truth.objects),
@@ -223,10 +233,14 @@ def _region_scores(truth: GroundTruth, answer: Answer, matched: dict[int, int]) 
         frames = np.flatnonzero(item.scored & item.visible & placed)
         if frames.size:
             pixels = grid_to_pixels(track.coordinates[frames], boundaries.height, boundaries.width)
-            regions += [box_region_similarity(box, item.masks[t]) for box, t in zip(pixels, frames, strict=True)]
+            regions += [
+                box_region_similarity(box, item.masks[t]) for box, t in zip(pixels, frames, strict=True)
+            ]
             boxes.append(pixels)
             of_mask.append(numbers[i, frames])
     region, boundary = float(np.sum(regions)), 0.0
     if boxes:
-        boundary = float(box_boundary_accuracy(np.concatenate(boxes), np.concatenate(of_mask), boundaries).sum())
+        boundary = float(
+            box_boundary_accuracy(np.concatenate(boxes), np.concatenate(of_mask), boundaries).sum()
+        )
     return (region + num_right_absences) / num_places, (boundary + num_right_absences) / num_places

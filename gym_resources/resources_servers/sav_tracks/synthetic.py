@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from resources_servers.sav_tracks.annotation import FRAMES_PER_ENTRY, VIDEO_FPS
 from resources_servers.sav_tracks.rle import encode
 
@@ -41,7 +40,10 @@ class Shape:
         row = (self.start[0] + time * (self.end[0] - self.start[0])) * height
         column = (self.start[1] + time * (self.end[1] - self.start[1])) * width
         radius = self.radius * min(height, width)
-        down, right = np.abs(np.arange(height) + 0.5 - row)[:, None], np.abs(np.arange(width) + 0.5 - column)[None]
+        down, right = (
+            np.abs(np.arange(height) + 0.5 - row)[:, None],
+            np.abs(np.arange(width) + 0.5 - column)[None],
+        )
         if self.form == "disc":
             return down**2 + right**2 <= radius**2
         return np.maximum(down, right) <= radius if self.form == "square" else down + right <= radius
@@ -101,7 +103,9 @@ def write_set(
         start = int(rng.integers(max(1, len(reader) - num_frames)))
         frames = reader.get_batch([min(start + i, len(reader) - 1) for i in range(num_frames)]).asnumpy()
         width = round(frames.shape[2] * height / frames.shape[1] / 2) * 2
-        resized = np.stack([cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA) for frame in frames])
+        resized = np.stack(
+            [cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA) for frame in frames]
+        )
         shapes = random_shapes(rng, num_shapes)
         painted, masklet = paint_clip(resized, shapes)
         video_id = f"syn_{index:06d}"
@@ -129,7 +133,9 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
         str(path), cv2.VideoWriter.fourcc(*"mp4v"), VIDEO_FPS, (frames.shape[2], frames.shape[1])
     )
     if not writer.isOpened():
-        raise RuntimeError(f"{path}: this OpenCV build cannot write MP4; install opencv-python-headless from PyPI")
+        raise RuntimeError(
+            f"{path}: this OpenCV build cannot write MP4; install opencv-python-headless from PyPI"
+        )
     for frame in frames:
         writer.write(np.ascontiguousarray(frame[..., ::-1]))
     writer.release()
@@ -139,7 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Write a small synthetic set in SA-V's file format.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--clip", type=Path, action="append", required=True, help="real video; may be repeated")
+    parser.add_argument(
+        "--clip", type=Path, action="append", required=True, help="real video; may be repeated"
+    )
     parser.add_argument("--num-videos", type=int, default=8)
     parser.add_argument("--num-frames", type=int, default=48)
     parser.add_argument("--num-shapes", type=int, default=2)

@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-
 from resources_servers.sav_tracks.answer import Shape
 from resources_servers.sav_tracks.regions import GRID, Boundaries
 from resources_servers.sav_tracks.rle import Mask, MaskError, decode
@@ -143,7 +142,9 @@ def _read_object(item: Any, where: str, task: Task, num_frames: int) -> TrueObje
     shown = item.get("prompt_frame")
     if shown is not None:
         if not _is_count(shown, num_frames - 1, least=0):
-            raise GroundTruthError(f"{where}.prompt_frame: expected 0 to {num_frames - 1}, got {_describe(shown)}")
+            raise GroundTruthError(
+                f"{where}.prompt_frame: expected 0 to {num_frames - 1}, got {_describe(shown)}"
+            )
         scored[shown] = False
     if not np.any(visible & scored):
         raise GroundTruthError(

@@ -15,7 +15,12 @@ def make_row():
 
     def make(num_questions=3, **fields):
         questions = [
-            {"id": f"q{i}", "question": f"Colour number {i}?", "choices": ["red", "blue", "green"], "answer": 1}
+            {
+                "id": f"q{i}",
+                "question": f"Colour number {i}?",
+                "choices": ["red", "blue", "green"],
+                "answer": 1,
+            }
             for i in range(num_questions)
         ]
         return {"row_id": "row-1", "questions": questions, **fields}

@@ -6,12 +6,11 @@ import pytest
 
 pytest.importorskip("nemo_gym", reason="needs the NeMo-Gym environment (make gym)")
 
-from fastapi.testclient import TestClient  # noqa: E402
-from nemo_gym.config_types import ModelServerRef  # noqa: E402
-from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming  # noqa: E402
-from nemo_gym.server_utils import ServerClient  # noqa: E402
-
-from resources_servers.caption_qa.app import CaptionQaConfig, CaptionQaResourcesServer  # noqa: E402
+from fastapi.testclient import TestClient
+from nemo_gym.config_types import ModelServerRef
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.server_utils import ServerClient
+from resources_servers.caption_qa.app import CaptionQaConfig, CaptionQaResourcesServer
 
 pytestmark = pytest.mark.gym
 
@@ -111,7 +110,9 @@ def test_a_good_caption_is_rewarded_and_the_judge_sees_text_only(client, judge, 
 
 def test_an_outage_is_no_wrong_answer_and_no_error_status(client, judge, make_row):
     judge.reply = lambda prompt: FakeHttpReply({}, ok=False)
-    answered = client.post("/verify", json=body(make_row(2), message("A blue disc."), instance_config={"k": 1}))
+    answered = client.post(
+        "/verify", json=body(make_row(2), message("A blue disc."), instance_config={"k": 1})
+    )
     assert answered.status_code == 200
     found = answered.json()
     assert found["error_class"] == found["_ng_failure_class"] == "judge_unavailable"
@@ -122,7 +123,10 @@ def test_an_outage_is_no_wrong_answer_and_no_error_status(client, judge, make_ro
 
 def test_a_reply_that_is_no_response_is_an_outage(client, judge, make_row):
     judge.reply = lambda prompt: FakeHttpReply({"error": "x"})
-    assert client.post("/verify", json=body(make_row(1), message("x"))).json()["error_class"] == "judge_unavailable"
+    assert (
+        client.post("/verify", json=body(make_row(1), message("x"))).json()["error_class"]
+        == "judge_unavailable"
+    )
 
 
 def test_a_judge_without_text_is_an_unusable_reply(client, judge, make_row):
@@ -137,7 +141,11 @@ def test_a_judge_without_text_is_an_unusable_reply(client, judge, make_row):
 @pytest.mark.parametrize("output", [[], [message("")]])
 def test_an_empty_answer_is_reward_zero_and_not_an_error_status(client, judge, make_row, output):
     answered = client.post("/verify", json=body(make_row(), *output))
-    assert (answered.status_code, answered.json()["reward"], answered.json()["error"]) == (200, 0.0, "no_caption")
+    assert (answered.status_code, answered.json()["reward"], answered.json()["error"]) == (
+        200,
+        0.0,
+        "no_caption",
+    )
     assert judge.sent == []
 
 

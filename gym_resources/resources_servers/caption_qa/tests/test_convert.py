@@ -3,7 +3,6 @@ import json
 
 import numpy as np
 import pytest
-
 from resources_servers.caption_qa import convert, validate
 from resources_servers.caption_qa.convert import caption_row
 
@@ -13,7 +12,10 @@ FRAME = {"type": "input_image", "image_url": "data:image/jpeg;base64,", "detail"
 def tracks_row(*objects):
     content = [FRAME, {"type": "input_text", "text": "Find the objects."}]
     metadata = {"row_id": "r", "task": "ref", "num_frames": 2, "objects": list(objects)}
-    return {"responses_create_params": {"input": [{"role": "user", "content": content}]}, "verifier_metadata": metadata}
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": content}]},
+        "verifier_metadata": metadata,
+    }
 
 
 def answers(row):
@@ -54,15 +56,28 @@ def test_rows_without_names_or_without_a_clear_order_ask_nothing_about_it():
 
 
 def test_the_command_converts_a_folder_and_the_validator_accepts_it(tmp_path, capsys):
-    synthetic = pytest.importorskip("resources_servers.sav_tracks.synthetic", reason="uses sav_tracks' converter")
+    synthetic = pytest.importorskip(
+        "resources_servers.sav_tracks.synthetic", reason="uses sav_tracks' converter"
+    )
     pytest.importorskip("decord", reason="reads videos (pip install decord2)")
     pytest.importorskip("cv2", reason="writes the synthetic video")
     synthetic._write_video(tmp_path / "clip.mp4", np.zeros((9, 96, 128, 3), dtype=np.uint8))
-    arguments = ["--num-videos", "2", "--num-frames", "24", "--height", "96", "--clip", str(tmp_path / "clip.mp4")]
+    arguments = [
+        "--num-videos",
+        "2",
+        "--num-frames",
+        "24",
+        "--height",
+        "96",
+        "--clip",
+        str(tmp_path / "clip.mp4"),
+    ]
     synthetic.main([str(tmp_path / "set"), *arguments])
     out = tmp_path / "rows.jsonl"
     names = str(tmp_path / "set" / "names.json")
-    assert convert.main([str(tmp_path / "set"), "--names", names, "--media", "inline", "--out", str(out)]) == 0
+    assert (
+        convert.main([str(tmp_path / "set"), "--names", names, "--media", "inline", "--out", str(out)]) == 0
+    )
     assert validate.main([str(out)]) == 0
     assert "2 rows can be scored" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:
@@ -89,7 +104,12 @@ def test_the_validator_names_file_line_and_row(tmp_path, make_row, capsys):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", ":1: not JSON"), ("3", ":1: expected an object"), ("{}", "row None: verifier_metadata"), ("", "no row for")],
+    [
+        ("{", ":1: not JSON"),
+        ("3", ":1: expected an object"),
+        ("{}", "row None: verifier_metadata"),
+        ("", "no row for"),
+    ],
 )
 def test_the_validator_refuses_what_is_no_manifest(tmp_path, content, words):
     path = tmp_path / "rows.jsonl"

@@ -5,7 +5,6 @@ import json
 import logging
 
 import pytest
-
 from resources_servers.caption_qa import scoring
 from resources_servers.caption_qa.scoring import (
     CANNOT_ANSWER,
@@ -126,7 +125,14 @@ def test_replies_are_read(reply, index):
 
 @pytest.mark.parametrize(
     ("text", "caption"),
-    [("  A dog. ", "A dog."), ("<think>x</think>A dog.", "A dog."), ("<think>cut", None), ("", None), (" \n", None), (None, None)],
+    [
+        ("  A dog. ", "A dog."),
+        ("<think>x</think>A dog.", "A dog."),
+        ("<think>cut", None),
+        ("", None),
+        (" \n", None),
+        (None, None),
+    ],
 )
 def test_the_caption_is_what_follows_the_reasoning(text, caption):
     assert read_caption(text) == caption
@@ -153,7 +159,9 @@ def test_a_transport_failure_is_retried_and_then_its_own_class(make_row, caplog)
     with caplog.at_level(logging.WARNING, logger="nemo_rl_ext.gym.caption_qa"):
         found = score("A blue disc.", make_row(2), FakeJudge(failures=5))
     assert found.error_class == "judge_unavailable" and found.num_questions == 2
-    assert "1 of 2 questions not judged: question q" in found.error and "ConnectionError: refused" in found.error
+    assert (
+        "1 of 2 questions not judged: question q" in found.error and "ConnectionError: refused" in found.error
+    )
     assert "row row-1" in caplog.text
 
 
@@ -203,7 +211,11 @@ def replace(row, path, value):
         (["questions", 1, "id"], "q0", "ids must be unique"),
         (["questions", 1, "id"], 1, r"questions\[1\].id: expected a string"),
         (["questions", 1, "question"], " ", r"questions\[1\].question: expected a string"),
-        (["questions", 1, "question"], "x" * 2001, r"questions\[1\].question: expected a string of 1 to 2000"),
+        (
+            ["questions", 1, "question"],
+            "x" * 2001,
+            r"questions\[1\].question: expected a string of 1 to 2000",
+        ),
         (["questions", 1, "choices"], ["one"], r"questions\[1\].choices: expected 2 to 8"),
         (["questions", 1, "choices"], ["a", "A "], "must differ from each other"),
         (["questions", 1, "choices"], ["a", CANNOT_ANSWER], "must differ from each other"),

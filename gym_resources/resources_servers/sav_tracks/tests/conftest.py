@@ -10,13 +10,16 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from resources_servers.sav_tracks.rle import encode  # noqa: E402
+from resources_servers.sav_tracks.rle import encode
 
 
 def _rectangle(box, height, width):
     mask = np.zeros((height, width), dtype=bool)
     x1, y1, x2, y2 = box
-    mask[round(y1 * height / 1000) : round(y2 * height / 1000), round(x1 * width / 1000) : round(x2 * width / 1000)] = 1
+    mask[
+        round(y1 * height / 1000) : round(y2 * height / 1000),
+        round(x1 * width / 1000) : round(x2 * width / 1000),
+    ] = 1
     return encode(mask)
 
 

@@ -2,7 +2,6 @@
 import json
 
 import pytest
-
 from resources_servers.sav_tracks.answer import Problem, Shape, max_characters, parse_answer
 
 GOOD = '{"tracks": [{"id": "1", "frames": [{"frame": 0, "box": [1, 2, 30, 40]}, {"frame": 1, "visible": false}]}]}'
@@ -18,9 +17,9 @@ def parse(text, **limits):
         GOOD,
         f"```json\n{GOOD}\n```",
         f"```\n{GOOD}\n```\n",
-        f"<think>{{\"tracks\": []}} hmm</think>\n{GOOD}",
+        f'<think>{{"tracks": []}} hmm</think>\n{GOOD}',
         f"It moves right {{fast}}.\n{GOOD} done",
-        f"Draft: {{\"tracks\": []}} and then {GOOD}",
+        f'Draft: {{"tracks": []}} and then {GOOD}',
         GOOD.replace('{"tracks"', '{\n  "tracks"'),
         GOOD.replace('"1"', "1"),
         '{"note": "x", ' + GOOD[1:],
@@ -80,7 +79,9 @@ def test_an_entry_against_the_rules_counts_as_not_given(entry):
     assert track.num_extra_entries == 0
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "-" + "9" * 5000, "0.5"])
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "-" + "9" * 5000, "0.5"]
+)
 def test_no_number_literal_is_a_coordinate_by_accident(number):
     (track,) = parse(GOOD.replace("30", number)).tracks
     assert track.visible.tolist() == [False, False] and track.absent.tolist() == [False, True]
@@ -103,7 +104,9 @@ def test_a_frame_listed_twice_is_not_answered_and_strays_are_extra():
 
 
 def test_unreadable_tracks_are_counted():
-    answer = parse('{"tracks": [3, {"id": "1"}, {"id": "1", "frames": 5}, {"id": [], "name": 4, "frames": []}]}')
+    answer = parse(
+        '{"tracks": [3, {"id": "1"}, {"id": "1", "frames": 5}, {"id": [], "name": 4, "frames": []}]}'
+    )
     assert answer.num_tracks == 4
     (track,) = answer.tracks
     assert track.id is None and track.name is None

@@ -6,10 +6,9 @@ import pytest
 
 pytest.importorskip("nemo_gym", reason="needs the NeMo-Gym environment (make gym)")
 
-from fastapi.testclient import TestClient  # noqa: E402
-from nemo_gym.server_utils import ServerClient  # noqa: E402
-
-from resources_servers.sav_tracks.app import SavTracksConfig, SavTracksResourcesServer  # noqa: E402
+from fastapi.testclient import TestClient
+from nemo_gym.server_utils import ServerClient
+from resources_servers.sav_tracks.app import SavTracksConfig, SavTracksResourcesServer
 
 pytestmark = pytest.mark.gym
 
@@ -41,7 +40,9 @@ def body(metadata, *output):
 
 
 def test_a_good_answer_is_rewarded(client, make_row, make_answer):
-    answered = client.post("/verify", json=body(make_row("box", {"1": [BOX]}), message(make_answer({"1": [BOX]}))))
+    answered = client.post(
+        "/verify", json=body(make_row("box", {"1": [BOX]}), message(make_answer({"1": [BOX]})))
+    )
     assert answered.status_code == 200
     found = answered.json()
     assert found["reward"] == sum(found["reward_components"].values()) == 1.0
@@ -89,5 +90,7 @@ def test_metrics_are_aggregated_per_task(client, make_row, make_answer):
 
 
 def test_responses_are_valid_json_numbers(client, make_row):
-    answered = client.post("/verify", json=body(make_row("box", {"1": [BOX]}), message('{"tracks": [NaN, Infinity]}')))
+    answered = client.post(
+        "/verify", json=body(make_row("box", {"1": [BOX]}), message('{"tracks": [NaN, Infinity]}'))
+    )
     json.loads(answered.text, parse_constant=lambda name: pytest.fail(name))

@@ -5,9 +5,14 @@ import json
 
 import numpy as np
 import pytest
-
 from resources_servers.sav_tracks import convert, synthetic, validate
-from resources_servers.sav_tracks.annotation import AnnotationError, grid_box, read_annotation, sample_entries, shrink
+from resources_servers.sav_tracks.annotation import (
+    AnnotationError,
+    grid_box,
+    read_annotation,
+    sample_entries,
+    shrink,
+)
 from resources_servers.sav_tracks.rle import decode, encode
 from resources_servers.sav_tracks.scoring import score_answer
 from resources_servers.sav_tracks.truth import read_truth
@@ -22,8 +27,19 @@ def folder(tmp_path_factory):
     """Two synthetic SA-V videos over a moving gradient."""
     base = tmp_path_factory.mktemp("sav")
     ramp = np.add.outer(np.arange(96), np.arange(128)).astype(np.uint8)
-    synthetic._write_video(base / "clip.mp4", np.stack([np.dstack([np.roll(ramp, i, 1)] * 3) for i in range(30)]))
-    arguments = ["--num-videos", "2", "--num-frames", "24", "--height", "96", "--clip", str(base / "clip.mp4")]
+    synthetic._write_video(
+        base / "clip.mp4", np.stack([np.dstack([np.roll(ramp, i, 1)] * 3) for i in range(30)])
+    )
+    arguments = [
+        "--num-videos",
+        "2",
+        "--num-frames",
+        "24",
+        "--height",
+        "96",
+        "--clip",
+        str(base / "clip.mp4"),
+    ]
     assert synthetic.main([str(base / "set"), *arguments]) == 0
     return base / "set"
 
@@ -67,9 +83,14 @@ def test_frame_rows_show_the_annotated_frames(folder, tmp_path):
     row = convert_to(folder, tmp_path / "rows.jsonl", "--task", "box", "--num-frames", "3")[0]
     content = row["responses_create_params"]["input"][0]["content"]
     images = [part for part in content if part["type"] == "input_image"]
-    assert [part["image_url"].rpartition("/")[2] for part in images] == ["00000.jpg", "00008.jpg", "00020.jpg"]
+    assert [part["image_url"].rpartition("/")[2] for part in images] == [
+        "00000.jpg",
+        "00008.jpg",
+        "00020.jpg",
+    ]
     assert all(part["detail"] == "auto" for part in images)
-    assert [part["text"] for part in content if part["type"] == "input_text"][:3] == ["Frame 0:", "Frame 1:", "Frame 2:"]
+    texts = [part["text"] for part in content if part["type"] == "input_text"]
+    assert texts[:3] == ["Frame 0:", "Frame 1:", "Frame 2:"]
     # the painted object is where its box says
     item = next(item for item in row["verifier_metadata"]["objects"] if item["id"] == "0")
     names = json.loads((folder / "names.json").read_text())["syn_000000"]
@@ -89,7 +110,9 @@ def test_objects_without_names_are_introduced_by_a_box_that_is_not_scored(folder
 
 
 def test_inline_rows_carry_their_pictures_and_are_made_smaller_on_request(folder, tmp_path):
-    row = convert_to(folder, tmp_path / "r.jsonl", "--task", "ref", "--media", "inline", "--frame-side", "64")[0]
+    row = convert_to(
+        folder, tmp_path / "r.jsonl", "--task", "ref", "--media", "inline", "--frame-side", "64"
+    )[0]
     url = next(p for p in row["responses_create_params"]["input"][0]["content"] if p["type"] == "input_image")
     head, data = url["image_url"].split(",", 1)
     assert head == "data:image/jpeg;base64"
@@ -187,7 +210,9 @@ def test_the_validator_names_file_line_and_row(folder, tmp_path, capsys):
     assert "2 rows can be scored" in capsys.readouterr().out
     rows[1]["verifier_metadata"]["objects"][0]["boxes"][0] = [1, 2, 3]
     manifest.write_text("\n".join(map(json.dumps, [other, *rows])))
-    with pytest.raises(validate.RowError, match=r"mixed.jsonl:3: row 'syn_000001_manual_box': objects\[0\].boxes\[0\]"):
+    with pytest.raises(
+        validate.RowError, match=r"mixed.jsonl:3: row 'syn_000001_manual_box': objects\[0\].boxes\[0\]"
+    ):
         validate.validate_file(manifest)
     with pytest.raises(SystemExit) as caught:
         validate.main([str(manifest)])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
-
 from resources_servers.sav_tracks.regions import (
     Boundaries,
     boundary_accuracy,
@@ -78,4 +77,6 @@ def test_closed_form_box_measures_equal_the_drawn_rectangles():
             assert box_region_similarity(np.array(box), truth) == region_similarity(rectangle, mask)
         asked = rng.permutation(len(masks))[: rng.integers(1, len(masks) + 1)]
         ours = box_boundary_accuracy(np.array(boxes)[asked], asked, Boundaries.of(truths))
-        assert ours.tolist() == pytest.approx([boundary_accuracy(drawn[i], masks[i]) for i in asked], abs=1e-12)
+        assert ours.tolist() == pytest.approx(
+            [boundary_accuracy(drawn[i], masks[i]) for i in asked], abs=1e-12
+        )

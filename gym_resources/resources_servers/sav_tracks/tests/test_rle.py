@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
-
 from resources_servers.sav_tracks.rle import MaskError, decode, encode
 
 

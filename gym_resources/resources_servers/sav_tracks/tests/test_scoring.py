@@ -2,7 +2,6 @@
 import json
 
 import pytest
-
 from resources_servers.sav_tracks import scoring
 from resources_servers.sav_tracks.scoring import score_answer
 from resources_servers.sav_tracks.truth import TruthCache
@@ -97,7 +96,9 @@ def test_format_has_three_steps(make_row, make_answer):
     gap = make_answer({"1": [LEFT, "skip"], "2": [RIGHT, RIGHT]})
     unknown = make_answer({"1": [LEFT, LEFT], "3": [RIGHT, RIGHT]})
     nothing = make_answer({"1": ["skip", "skip"]})
-    steps = [score_answer(text, row).format for text in (whole, gap, unknown, nothing, '{"tracks": []}', "words")]
+    steps = [
+        score_answer(text, row).format for text in (whole, gap, unknown, nothing, '{"tracks": []}', "words")
+    ]
     assert steps == [1.0, 0.5, 0.5, 0.0, 0.0, 0.0]
 
 

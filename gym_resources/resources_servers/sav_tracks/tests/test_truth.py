@@ -2,7 +2,6 @@
 import copy
 
 import pytest
-
 from resources_servers.sav_tracks.truth import GroundTruthError, Task, TruthCache, read_truth
 
 BOX = [100, 200, 300, 600]
@@ -48,7 +47,11 @@ def replace(row, path, value):
         (["objects", 0, "boxes", 0], None, "the mask is not empty, but boxes"),
         (["objects", 0, "boxes"], [None, None], "the mask is not empty"),
         (["objects", 0, "masks", 0], None, "the mask is empty, but boxes"),
-        (["objects", 0, "masks", 0], {"size": [2, 2], "counts": [3]}, r"objects\[0\].masks\[0\]: the runs cover"),
+        (
+            ["objects", 0, "masks", 0],
+            {"size": [2, 2], "counts": [3]},
+            r"objects\[0\].masks\[0\]: the runs cover",
+        ),
         (["objects", 0, "masks"], None, "task pt needs one mask per frame"),
         (["objects", 0, "prompt_frame"], 2, "prompt_frame: expected 0 to 1"),
         (["objects", 0, "prompt_frame"], "0", "prompt_frame: expected 0 to 1"),
@@ -73,7 +76,9 @@ def test_metadata_that_is_no_object_and_rows_that_are_too_large_are_refused(make
 def test_masks_of_one_row_have_one_size(make_row):
     row = make_row("box", {"a": [BOX, BOX]})
     row["objects"][0]["masks"][1] = {"size": [2, 2], "counts": [1, 3]}
-    with pytest.raises(GroundTruthError, match=r"all masks of a row must have one size, got \[\(2, 2\), \(50, 100\)\]"):
+    with pytest.raises(
+        GroundTruthError, match=r"all masks of a row must have one size, got \[\(2, 2\), \(50, 100\)\]"
+    ):
         read_truth(row)
 
 
