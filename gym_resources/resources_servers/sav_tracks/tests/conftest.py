@@ -44,7 +44,7 @@ def make_row():
 
 @pytest.fixture
 def make_answer():
-    """`make_answer({"1": [box, None, ...]})`: the JSON answer; None is an explicit absence, "skip" leaves a frame out."""
+    """`make_answer({"1": [box, None, ...]})`: the JSON answer; None claims absence, "skip" leaves a frame out."""
 
     def make(tracks, *, key="box", names=None):
         listed = []
