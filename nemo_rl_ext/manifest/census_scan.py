@@ -33,6 +33,8 @@ DEFAULT_MARKERS = (
     "<so_start>", "<so_embedding>", "<so_end>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 )  # fmt: skip
 
+# From here on the search over bytes wins over a regular expression, as for pictures in base64.
+_LONG_TEXT = 1024
 _ID_FIELDS = ("id", "example_id", "row_id", "uid", "uuid", "_id", "task_id", "index")
 _BACKSLASH = ord("\\")
 _HEX = np.zeros(256, np.int64)
@@ -132,7 +134,7 @@ class MarkerScanner:
 
     def _hits(self, row: Any) -> Iterator[tuple[str, str, Counter[str]]]:
         for link, text in strings(row):
-            if not self._escaped.search(text):
+            if not self._may_hold(text):
                 continue
             path = field_path(link)
             raw = Counter(self._plain.findall(text))
@@ -142,6 +144,11 @@ class MarkerScanner:
                 yield from inner
             elif raw:
                 yield path, text, raw
+
+    def _may_hold(self, text: str) -> bool:
+        if len(text) < _LONG_TEXT:
+            return self._escaped.search(text) is not None
+        return len(self.candidates(text.encode("utf-8", "surrogatepass"))) > 0
 
     def _inside_json(self, path: str, text: str) -> Iterator[tuple[str, str, Counter[str]]]:
         if not text.lstrip().startswith(("{", "[", '"')):
