@@ -4,8 +4,8 @@
 Mirrors vLLM 0.32.0: `ImageMediaIO.load_bytes` (vllm/multimodal/media/image.py) and `open_image`,
 `normalize_image`, `convert_image_mode` (vllm/multimodal/image.py). That is, in this order: open the first
 frame with one of the allowed formats, apply the EXIF orientation, load, then bring the mode to RGB,
-transparency composited over white. CMYK, palette and 16-bit images go through Pillow's own conversion, as there
-(Pillow 13 clips 16-bit grey at 255 rather than scaling it: such pictures are nearly white to the engine too).
+transparency composited over white. CMYK, palette and 16-bit images go through Pillow's own conversion, as
+there (Pillow 13 clips 16-bit grey at 255 rather than scaling it: such pictures come out nearly white).
 Truncated files are refused, as there: `ImageFile.LOAD_TRUNCATED_IMAGES` is left alone and off by default.
 """
 

@@ -26,7 +26,7 @@ _CHUNK = 1 << 16
 
 
 def fetch(url: str, policy: MediaPolicy, *, where: str = "") -> bytes:
-    """The body behind an http(s) URL. Raises `MediaDecodeError`; `MediaUnavailableError` if a retry may do."""
+    """The body behind a URL. Raises `MediaDecodeError`, `MediaUnavailableError` if a retry may do."""
     deadline = time.monotonic() + policy.timeout_s
     current = url
     for _ in range(_MAX_REDIRECTS + 1):
