@@ -51,8 +51,8 @@ def _released_name(name: str) -> str:
 def to_engine_names(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename a transformers state dict to released names: vision q, k and v fused, experts one by one.
 
-    Tensors are the given ones or views of them, except the fused ones. RADIO has no layer scale, so
-    released checkpoints and vLLM have no place for transformers' identity ones: they are left out.
+    Tensors are the given ones or views of them, except the fused ones. RADIO has no layer scale:
+    released checkpoints hold none and vLLM loads none, so transformers' identity ones are left out.
 
     Raises ValueError for a parameter of another model, a missing q, k or v, or a layer scale that is not
     the identity (the engine would compute something else).
@@ -65,7 +65,7 @@ def to_engine_names(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.T
         if LAYER_SCALE.match(name):
             if not bool((tensor == 1).all()):
                 raise ValueError(
-                    f"{name!r} is not the identity, and vLLM's RADIO tower has no layer scale: the engine "
+                    f"{name!r} is not the identity, and vLLM's RADIO tower loads no layer scale: the engine "
                     "would not compute what the policy does. Keep layer scales frozen."
                 )
         elif match := _EXPERTS.search(name):

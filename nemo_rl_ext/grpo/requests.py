@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into the engine and what comes out. Plain data: numpy and Pillow, no vLLM, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+class EngineError(RuntimeError):
+    """The engine cannot serve: an infrastructure failure, worth retrying on a new engine. One string."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VideoInput:
+    """Decoded frames of one clip, uint8 `[num_frames, height, width, 3]`, and vLLM's metadata of them.
+
+    `metadata` needs `fps` and `frames_indices`: the timestamps in the prompt come from them.
+    """
+
+    frames: np.ndarray
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerationRequest:
+    """One prompt and how to sample from it.
+
+    `prompt_token_ids` is `[tokens]` as the chat template renders it, before expansion: one context token per
+    image and one `<video>` token per video. For a later turn of a conversation, append to the earlier
+    *unexpanded* ids what was sampled and the tokens of the new messages, and give the images of all turns:
+    the engine sizes all images of a request together.
+    """
+
+    prompt_token_ids: np.ndarray | tuple[int, ...]
+    images: tuple[np.ndarray | Image.Image, ...] = ()
+    """Decoded RGB images in prompt order: uint8 `[height, width, 3]`, or Pillow images of mode RGB."""
+    videos: tuple[VideoInput, ...] = ()
+    n: int = 1
+    """Sequences to sample."""
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    """0 samples greedily."""
+    seed: int | None = None
+    """Sequence i of the request draws from seed + i; None draws from the engine's own generator."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be sampled; None allows all."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that get a logit bias of -100, the strongest that vLLM applies."""
+    ignore_eos: bool = False
+    """Sample on to max_new_tokens."""
+    name: str = ""
+    """Row id for messages."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GeneratedSequence:
+    """One sampled continuation."""
+
+    token_ids: np.ndarray
+    """Sampled ids, the end-of-turn token included, int32 `[tokens]`."""
+    logprobs: np.ndarray
+    """Log-prob of each sampled id, in the engine's `logprobs_mode`, float32 `[tokens]`."""
+    finish_reason: str
+    """`stop` or `length`."""
+    weight_versions: tuple[tuple[int, int, int], ...]
+    """`(version, start, end)`: tokens `[start, end)` were drawn with these weights."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerationResult:
+    """What the engine made of one request, or why it refused it.
+
+    A refusal (`error` is not None) is a fault of this request alone: too long, too many images, a token that
+    is not in the vocabulary. It has no outputs.
+    """
+
+    name: str
+    prompt_token_ids: np.ndarray
+    """The prompt as the engine used it, media expanded, int32 `[tokens]`; as it was given after a refusal."""
+    outputs: tuple[GeneratedSequence, ...] = ()
+    weight_version_start: int
+    """Weights that drew the first tokens; when refused, the engine's at that moment."""
+    weight_version_end: int
+    """Weights that drew the last tokens."""
+    placeholders: tuple[tuple[int, int], ...] = ()
+    """Per image `(offset, length)` of its context tokens in `prompt_token_ids`, as vLLM recorded them."""
+    grids: tuple[tuple[int, int], ...] = ()
+    """Per image the patch grid `(height, width)` that the engine's processor chose."""
+    video_placeholders: tuple[tuple[int, int], ...] = ()
+    """Per video `(offset, length)` of everything that it became: timestamps, wrappers, context tokens."""
+    video_grids: tuple[tuple[int, int, int], ...] = ()
+    """Per video `(num_frames, height, width)`, height and width of each frame in patches."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Arguments of the in-process engine; names follow `policy.generation.vllm_cfg`."""
+
+    model: str
+    """Checkpoint directory."""
+    precision: str = "bfloat16"
+    """`bfloat16` or `float32`: weights and activations."""
+    max_model_len: int = 512
+    """Context; the images of a request share max_model_len - 4 tokens."""
+    max_num_seqs: int = 64
+    """Sequences decoded at once."""
+    kv_cache_memory_bytes: int = 64 << 20
+    """Bytes of key/value cache, at least one sequence of max_model_len."""
+    enforce_eager: bool = True
+    """Do not compile or capture graphs."""
+    limit_images: int = 4
+    """Images that one request may carry."""
+    limit_videos: int = 1
+    """Videos that one request may carry."""
+    logprobs_mode: str = "processed_logprobs"
+    """`processed_logprobs` (after ban, allowed set and temperature) or `raw_logprobs`."""
+    mm_processor_cache_gb: float = 0.0
+    """GiB of processed media kept; what is found there leaves the shared budget: grids depend on history."""
+    enable_prefix_caching: bool = False
+    """Must stay off for hybrid models on a CPU."""
+    video_pruning_rate: float = 0.0
+    """Share of video tokens pruned (EVS)."""
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json to replace, over what the checkpoint itself needs."""
+    trust_remote_code: bool = False
+    """Run Python code that the checkpoint ships."""
+    seed: int = 0
+    """Seed of the engine's own generator."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("precision", ("bfloat16", "float32")),
+            ("logprobs_mode", ("processed_logprobs", "raw_logprobs")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"engine {name}: expected one of {allowed}, found {getattr(self, name)!r}")
+        for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine {name}: expected at least 1, found {getattr(self, name)}")
