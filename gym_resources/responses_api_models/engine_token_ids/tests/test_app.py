@@ -26,10 +26,9 @@ def completion(*, prompt=(1, 5, 5, 2), generated=(7, 8), log_probs=(-0.5, -0.25)
         "logprobs": {"content": [{"token": "x", "logprob": value} for value in log_probs]},
         "token_ids": None if generated is None else list(generated),
     }
-    prompt_ids = None if prompt is None else list(prompt)
-    return {
-        "id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "prompt_token_ids": prompt_ids,
-    }  # fmt: skip
+    ids = None if prompt is None else list(prompt)
+    head = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
+    return {**head, "choices": [choice], "prompt_token_ids": ids}
 
 
 def test_ids_move_into_the_message():
