@@ -58,6 +58,7 @@ class Reason(enum.Enum):
     EARLIER_TURN_RESIZED = "earlier_turn_resized"
     DECODE_FAILED = "decode_failed"
     WORKER_DIED = "worker_died"
+    GENERATION_FAILED = "generation_failed"
 
     @property
     def advice(self) -> str:
@@ -90,6 +91,7 @@ _ADVICE = {
     Reason.EARLIER_TURN_RESIZED: "nothing to do: a later turn made the engine shrink an earlier image, so the "
     "conversation trains as one sequence per prompt that the engine saw",
     Reason.DECODE_FAILED: "replace or remove the file named above",
+    Reason.GENERATION_FAILED: "fix or remove the row named above: nothing was sampled for it",
     Reason.WORKER_DIED: "look for the aligner's last log lines: the row ended it twice (out of memory, or a file "
     "that crashes the decoder)",
 }

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+
+from nemo_rl_ext.grpo.requests import EngineError, GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """Engines that one call may lose before the run stops."""
-
-
-class EngineDiedError(RuntimeError):
-    """Infrastructure: the engine died again and again under the same call."""
 
 
 class EngineClient:
@@ -33,61 +34,70 @@ class EngineClient:
         self._lock = threading.Lock()
         self._weights: Any = None
         self._version = 0
-        self._closed = False
         self._actor = start()
 
     @property
     def version(self) -> int:
-        """The newest weights that were handed over."""
+        """Version of the newest weights that were handed over; 0 for the checkpoint's own."""
         return self._version
 
-    def wait_until_ready(self) -> dict[str, Any]:
-        """Block until the engine has loaded; its own account of itself."""
+    def health(self) -> dict[str, Any]:
+        """The engine's account of itself."""
         return self._call(lambda actor: actor.health.remote())
 
-    def generate(self, requests: Sequence[Any]) -> list[Any]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order. Requests are generated again when the engine dies under them."""
         if not requests:
             return []
-        return self._call(lambda actor: actor.generate.remote(list(requests)))
+        reference = ray.put(list(requests))
+        return self._call(lambda actor: actor.generate.remote(reference))
 
-    def update_weights(self, weights: dict[str, Any], version: int, *, in_flight: bool) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int, *, in_flight: bool) -> None:
         """Hand over new weights; requests in flight continue on them, or finish first when `in_flight` is false."""
-        reference = ray.put(weights)
+        reference = ray.put(dict(weights))
         with self._lock:
             self._weights, self._version = reference, version
-        self._call(lambda actor: actor.update_weights.remote(reference, version, in_flight=in_flight))
+            actor = self._actor
+        try:
+            ray.get(actor.update_weights.remote(reference, version, in_flight))
+        except (RayActorError, RayTaskError) as error:
+            if not _died(error):
+                raise
+            # The replacement starts with these weights.
+            self._replace(actor, error)
 
     def _call(self, send: Callable[[Any], Any]) -> Any:
         for _ in range(MAX_RESTARTS + 1):
             actor = self._actor
             try:
                 return ray.get(send(actor))
-            except RayTaskError as error:
-                raise RuntimeError(f"the engine failed: {error.cause or error}") from error
-            except RayActorError as error:
-                if self._closed:
+            except (RayActorError, RayTaskError) as error:
+                if not _died(error):
                     raise
-                logger.warning("the engine died and is started again: %s", type(error).__name__)
-                self._replace(actor)
-        raise EngineDiedError(f"the engine died {MAX_RESTARTS + 1} times in one call; its last log lines say why")
+                self._replace(actor, error)
+        raise EngineError(f"the engine died {MAX_RESTARTS + 1} times in one call; its last log lines say why")
 
-    def _replace(self, dead: Any) -> None:
+    def _replace(self, dead: Any, error: Exception) -> None:
         """Start a new engine with the newest weights, once per death however many threads noticed it."""
         with self._lock:
             if self._actor is not dead:
                 return
+            logger.warning("the engine died and is started again with weights %d: %s", self._version, _cause(error))
             ray.kill(dead)
             self.restarts += 1
             self._actor = self._start()
             if self._weights is not None:
-                ray.get(self._actor.update_weights.remote(self._weights, self._version, in_flight=False))
-
-    def kill(self) -> None:
-        """End the engine at once, as a crash would; the next call replaces it."""
-        ray.kill(self._actor)
+                ray.get(self._actor.update_weights.remote(self._weights, self._version, False))
 
     def shutdown(self) -> None:
         """End the engine for good."""
-        self._closed = True
         ray.kill(self._actor)
+
+
+def _cause(error: Exception) -> str:
+    return str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+
+
+def _died(error: RayActorError | RayTaskError) -> bool:
+    """Whether a new engine could do better: the process is gone, or its engine says that it stopped."""
+    return isinstance(error, RayActorError) or isinstance(error.cause, EngineError)

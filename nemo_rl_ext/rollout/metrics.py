@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import MediaAlignmentError, Reason, TurnReport, Verdict
 from nemo_rl_ext.rollout.errors import MaskedFractionError
@@ -38,6 +40,15 @@ class MaskedWindow:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offence:
+    """The first time that a reason came up: its story, and the turn's report where there is one."""
+
+    reason: Reason
+    story: str
+    report: TurnReport | None = None
+
+
 class AlignmentMetrics:
     """Counts verdicts, reasons, bytes and log-prob gaps of one step, and logs the first offence of each reason."""
 
@@ -47,23 +58,31 @@ class AlignmentMetrics:
             for verdict, action in ((Verdict.AMBIGUOUS, on_ambiguous), (Verdict.UNALIGNABLE, on_unalignable))
             if action == "raise"
         }
-        self.first_offences: dict[Reason, str] = {}
+        self.first_offences: dict[Reason, Offence] = {}
+        self._untold: list[Offence] = []
         self._reset()
 
     def _reset(self) -> None:
         self._sums: Counter[str] = Counter()
         self._reasons: Counter[Reason] = Counter()
         self._gaps: dict[str, list[tuple[float, float, int]]] = {"matched": [], "repaired": []}
-        self._shipped: set[int] = set()
-        self._keep: list[object] = []
+        # Tensors are kept until the flush: an id may be given again once its object is gone.
+        self._shipped: dict[int, MediaTensors] = {}
 
-    def add_row(self, turns: Iterable[AlignedTurn], *, extra_reasons: Mapping[Reason, str] | None = None) -> bool:
+    def add_row(
+        self,
+        turns: Iterable[AlignedTurn],
+        *,
+        masked: bool = False,
+        extra_reasons: Mapping[Reason, str] | None = None,
+    ) -> bool:
         """Count the aligned turns of one row; returns whether the row must be masked.
+
+        `masked` says that the row is masked for a reason outside its turns, told in `extra_reasons`.
 
         Raises:
             MediaAlignmentError: for a verdict that the configuration wants raised.
         """
-        masked = False
         for aligned in turns:
             report = aligned.report
             masked |= report.neutral
@@ -73,23 +92,28 @@ class AlignmentMetrics:
             self._sums["token_delta"] += abs(report.token_delta)
             self._sums["repair_ms"] += report.repair_ms
             if aligned.tensors is not None and aligned.changed and id(aligned.tensors) not in self._shipped:
-                self._shipped.add(id(aligned.tensors))
-                self._keep.append(aligned.tensors)
+                self._shipped[id(aligned.tensors)] = aligned.tensors
                 self._sums["bytes_shipped"] += aligned.tensors.num_bytes
             for reason in report.reasons():
-                self._note(reason, str(report))
+                self._note(Offence(reason=reason, story=str(report), report=report))
             self._raise_if_asked(report)
         for reason, text in (extra_reasons or {}).items():
-            self._note(reason, text)
+            self._note(Offence(reason=reason, story=f"{text}. {reason.value}: {reason.advice}"))
         self._sums["rows"] += 1
         self._sums["rows_masked"] += masked
         return masked
 
-    def _note(self, reason: Reason, story: str) -> None:
-        self._reasons[reason] += 1
-        if reason not in self.first_offences:
-            self.first_offences[reason] = story
-            logger.warning("first %s: %s", reason.value, story)
+    def _note(self, offence: Offence) -> None:
+        self._reasons[offence.reason] += 1
+        if offence.reason not in self.first_offences:
+            self.first_offences[offence.reason] = offence
+            self._untold.append(offence)
+            logger.warning("first %s: %s", offence.reason.value, offence.story)
+
+    def new_offences(self) -> list[Offence]:
+        """First offences since the last call."""
+        told, self._untold = self._untold, []
+        return told
 
     def _raise_if_asked(self, report: TurnReport) -> None:
         verdicts = {item.verdict for item in report.media}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes and shows: metrics as JSONL and TensorBoard, one alignment line per step on screen."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_rl_ext.align.verdict import MediaReport
+from nemo_rl_ext.rollout.metrics import Offence
+
+METRICS_FILE = "metrics.jsonl"
+OFFENCES_FILE = "offences.jsonl"
+
+
+class RunLog:
+    """The files of one run directory. Every step is one flat JSON object, `step` first."""
+
+    def __init__(self, run_dir: Path, *, first_step: int, tensorboard: bool, console: Console | None = None) -> None:
+        self.run_dir = run_dir
+        self.console = console or Console()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, OFFENCES_FILE):
+            _forget_from(run_dir / name, first_step)
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's metrics."""
+        self._append(METRICS_FILE, {"step": step, **metrics})
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+
+    def offence(self, step: int, offence: Offence) -> None:
+        """Append the first offence of a reason in full, with what a report needs to show its media."""
+        media = [] if offence.report is None else [_media_record(item) for item in offence.report.media]
+        record = {"step": step, "reason": offence.reason.value, "story": offence.story, "media": media}
+        if offence.report is not None:
+            record |= {"row_id": offence.report.row_id, "turn": offence.report.turn}
+        self._append(OFFENCES_FILE, record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with open(self.run_dir / name, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+    def show(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """Two lines per step: the training and what alignment did for it."""
+        get = metrics.get
+        self.console.print(
+            f"[bold]step {step}/{num_steps}[/]  reward {get('train/reward_mean', 0):.3f}  "
+            f"loss {get('train/loss', 0):+.4f}  "
+            f"{get('timing/step_s', 0):.1f} s"
+            + (f"  [green]held-out accuracy {metrics['eval/accuracy']:.3f}[/]" if "eval/accuracy" in metrics else ""),
+            highlight=False,
+        )
+        if get("alignment/rows"):
+            self.console.print(f"  {alignment_line(metrics)}", style="dim", highlight=False)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _media_record(item: MediaReport) -> dict[str, Any]:
+    return {
+        "kind": item.kind,
+        "source": item.source,
+        "size": list(item.size),
+        "verdict": item.verdict.value,
+        "expected": list(item.expected),
+        "found": list(item.found),
+        "static_grid": None if item.static_grid is None else list(item.static_grid),
+        "grid": None if item.grid is None else list(item.grid),
+        "grid_source": None if item.grid_source is None else item.grid_source.value,
+    }
+
+
+def alignment_line(metrics: Mapping[str, float]) -> str:
+    """What alignment did in one step, in one line."""
+
+    def get(name: str) -> float:
+        return metrics.get(f"alignment/{name}", 0.0)
+
+    masked = f"{get('rows_masked'):.0f} of {get('rows'):.0f} rows masked"
+    reasons = {key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("alignment/reason/")}
+    reasons.pop("resized", None)
+    if reasons:
+        masked += " (" + ", ".join(f"{name} {count:.0f}" for name, count in sorted(reasons.items())) + ")"
+    gaps = [
+        f"{kind} {metrics[f'alignment/logprob_gap_{kind}_mean']:.4f}/{metrics[f'alignment/logprob_gap_{kind}_max']:.4f}"
+        for kind in ("matched", "repaired")
+        if f"alignment/logprob_gap_{kind}_mean" in metrics
+    ]
+    return (
+        f"aligned {get('turns'):.0f} turns: {get('media_matched'):.0f} media matched, "
+        f"{get('media_repaired'):.0f} repaired, {get('media_ambiguous'):.0f} ambiguous, "
+        f"{get('media_unalignable'):.0f} unalignable; {masked}; {get('token_delta'):.0f} tokens apart; "
+        f"{get('repair_ms'):.0f} ms, {get('bytes_shipped') / 2**20:.1f} MiB; log-prob gap {', '.join(gaps) or '-'}"
+    )
+
+
+def _forget_from(path: Path, first_step: int) -> None:
+    """Drop the lines of steps that a resumed run will write again, and a line that was cut."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= first_step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a run needs, checked before anything is written and started before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nemo_rl_ext.align.families.nemotron import Layout
+from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint, require_checkpoint
+from nemo_rl_ext.grpo.collector import AlignmentOptions, Collector, Sampling
+from nemo_rl_ext.grpo.config import Config
+from nemo_rl_ext.grpo.engine import start_engine
+from nemo_rl_ext.grpo.engine_client import EngineClient
+from nemo_rl_ext.grpo.policy import Policy
+from nemo_rl_ext.grpo.prompts import PromptRenderer
+from nemo_rl_ext.grpo.requests import EngineConfig
+from nemo_rl_ext.grpo.trainer import LossOptions
+from nemo_rl_ext.guards.sampling import media_token_ban
+from nemo_rl_ext.manifest.demo import build_demo_manifest, score
+from nemo_rl_ext.manifest.loading import Manifest, load_manifest
+from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.rollout.aligner import AlignerConfig
+from nemo_rl_ext.rollout.pool import AlignerPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEMO_ROWS, DEMO_VALIDATION_ROWS = 240, 96
+OBJECT_STORE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A configuration's files, found and valid."""
+
+    train: Manifest
+    validation: Manifest | None
+    media_policy: MediaPolicy
+
+
+def prepare(config: Config) -> Inputs:
+    """Build what the configuration asks to be built, and validate checkpoint and manifests.
+
+    Raises:
+        ValueError: naming the file (and line) that is missing or wrong.
+    """
+    if config.policy.build_tiny_checkpoint:
+        build_tiny_checkpoint(config.policy.model_name, seed=config.grpo.seed)
+    require_checkpoint(config.policy.model_name)
+    if config.data.build_demo_manifest:
+        _build_demo(config)
+    policy = MediaPolicy(
+        roots=tuple(config.data.media_roots),
+        allow_remote=config.data.allow_remote,
+        max_pixels=config.data.max_image_pixels,
+        max_bytes=config.data.max_media_bytes,
+        timeout_s=config.data.video.decode_timeout_s,
+    )
+    train = load_manifest(config.data.train.data_path, policy=policy)
+    validation = None
+    if config.data.validation is not None:
+        validation = load_manifest(config.data.validation.data_path, policy=policy)
+    return Inputs(train=train, validation=validation, media_policy=policy)
+
+
+def _build_demo(config: Config) -> None:
+    train = config.data.train.data_path
+    validation = config.data.validation.data_path if config.data.validation else train.parent / "validation.jsonl"
+    if (train.name, validation) != ("train.jsonl", train.parent / "validation.jsonl"):
+        raise ValueError(
+            "data.build_demo_manifest writes train.jsonl and validation.jsonl into one directory; "
+            f"data.train.data_path is {train} and data.validation.data_path is {validation}"
+        )
+    build_demo_manifest(
+        train.parent, num_rows=DEMO_ROWS, num_validation_rows=DEMO_VALIDATION_ROWS, seed=config.grpo.seed
+    )
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The live parts of a run."""
+
+    config: Config
+    policy: Policy
+    engine: EngineClient
+    pool: AlignerPool
+    collector: Collector
+    sampling: Sampling
+    loss: LossOptions
+    train: Sequence[ManifestRow]
+    validation: Sequence[ManifestRow]
+
+    def steps(self, first: int) -> Iterator[tuple[int, list[ManifestRow]]]:
+        """Rows of every step from `first` on."""
+        from nemo_rl_ext.grpo.loop import steps_of
+
+        grpo = self.config.grpo
+        return steps_of(
+            self.train,
+            per_step=grpo.num_prompts_per_step,
+            first=first,
+            last=grpo.max_num_steps,
+            shuffle=self.config.data.shuffle,
+            seed=grpo.seed,
+        )
+
+    def push_weights(self, version: int) -> None:
+        """Give the engine the policy's weights as version `version`."""
+        dtype = getattr(torch, self.config.policy.generation.vllm_cfg.precision)
+        in_flight = self.config.grpo.async_grpo.enabled and self.config.grpo.async_grpo.in_flight_weight_updates
+        self.engine.update_weights(self.policy.state_dict_for_engine(dtype), version, in_flight=in_flight)
+
+    def evaluate(self) -> float:
+        """Share of held-out rows that the greedy policy answers right; a row without an answer is wrong."""
+        greedy = Sampling(
+            temperature=0.0,
+            max_new_tokens=self.sampling.max_new_tokens,
+            allowed_token_ids=self.sampling.allowed_token_ids,
+            banned_token_ids=self.sampling.banned_token_ids,
+        )
+        return float(np.mean(self.collector.scores(self.validation, greedy)))
+
+
+@contextlib.contextmanager
+def start(config: Config, inputs: Inputs) -> Iterator[Run]:
+    """Start Ray, the engine, the aligners and the policy; end all of them on the way out, however it comes."""
+    import ray
+
+    owns_ray = not ray.is_initialized()
+    if owns_ray:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            address="local",
+            num_cpus=max(2, os.cpu_count() or 1) + config.grpo.media_alignment.num_aligners,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+    pool = engine = None
+    try:
+        pool = AlignerPool(_aligner_config(config, inputs), config.grpo.media_alignment.num_aligners)
+        with ThreadPoolExecutor(1) as executor:
+            starting = executor.submit(EngineClient, lambda: start_engine(_engine_config(config)))
+            try:
+                policy = _policy(config)
+            finally:
+                engine = starting.result()
+        yield _assemble(config, inputs, policy, engine, pool)
+    finally:
+        for part in (pool, engine):
+            if part is not None:
+                part.shutdown()
+        if owns_ray:
+            ray.shutdown()
+
+
+def _policy(config: Config) -> Policy:
+    optimizer = config.policy.optimizer
+    torch.manual_seed(config.grpo.seed)
+    return Policy.from_pretrained(
+        config.policy.model_name,
+        precision=config.policy.precision,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        betas=tuple(optimizer.betas),
+        eps=optimizer.eps,
+        max_grad_norm=config.policy.max_grad_norm,
+    )
+
+
+def _engine_config(config: Config) -> EngineConfig:
+    vllm = config.policy.generation.vllm_cfg
+    return EngineConfig(
+        model=str(config.policy.model_name),
+        precision=vllm.precision,
+        max_model_len=vllm.max_model_len,
+        max_num_seqs=vllm.max_num_seqs,
+        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
+        enforce_eager=vllm.enforce_eager,
+        limit_images=vllm.limit_mm_per_prompt.image,
+        limit_videos=vllm.limit_mm_per_prompt.video,
+        mm_processor_cache_gb=vllm.mm_processor_cache_gb,
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        video_pruning_rate=vllm.video_pruning_rate,
+        hf_overrides=vllm.hf_overrides,
+        trust_remote_code=config.policy.trust_remote_code,
+        seed=config.grpo.seed,
+    )
+
+
+def _aligner_config(config: Config, inputs: Inputs) -> AlignerConfig:
+    return AlignerConfig(
+        model_dir=config.policy.model_name,
+        media_policy=inputs.media_policy,
+        base_dir=inputs.train.base_dir,
+        layout=Layout.NATIVE,
+        dtype=getattr(torch, config.policy.precision),
+        cache_bytes=config.grpo.media_alignment.cache_bytes,
+        trust_remote_code=config.policy.trust_remote_code,
+    )
+
+
+def _assemble(config: Config, inputs: Inputs, policy: Policy, engine: EngineClient, pool: AlignerPool) -> Run:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
+    grpo, alignment = config.grpo, config.grpo.media_alignment
+    sampling = Sampling(
+        temperature=config.policy.generation.temperature,
+        max_new_tokens=config.policy.generation.max_new_tokens,
+        allowed_token_ids=_allowed_token_ids(tokenizer, config.policy.generation.allowed_tokens),
+        banned_token_ids=media_token_ban(pool.family.grammar).token_ids if alignment.ban_media_tokens else (),
+    )
+    collector = Collector(
+        engine=engine,
+        pool=pool,
+        renderer=PromptRenderer(tokenizer),
+        reward=score,
+        sampling=sampling,
+        options=AlignmentOptions(
+            enabled=alignment.enabled,
+            captured=alignment.geometry_source == "captured",
+            share_static=grpo.deduplicate_multimodal_data,
+            max_model_len=config.policy.generation.vllm_cfg.max_model_len,
+        ),
+        num_generations=grpo.num_generations_per_prompt,
+        max_turns=grpo.max_rollout_turns,
+    )
+    return Run(
+        config=config,
+        policy=policy,
+        engine=engine,
+        pool=pool,
+        collector=collector,
+        sampling=sampling,
+        loss=LossOptions(
+            clip_min=config.loss_fn.ratio_clip_min,
+            clip_max=config.loss_fn.ratio_clip_max,
+            token_level=config.loss_fn.token_level_loss,
+            normalize_rewards=grpo.normalize_rewards,
+            micro_batch_size=config.policy.train_micro_batch_size,
+        ),
+        train=inputs.train,
+        validation=inputs.validation[: grpo.max_val_samples] if inputs.validation is not None else (),
+    )
+
+
+def _allowed_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None) -> tuple[int, ...] | None:
+    """Ids of the only tokens that may be sampled. Raises ValueError for a text that is not one token."""
+    if texts is None:
+        return None
+    ids = []
+    for text in texts:
+        encoded = tokenizer(text, add_special_tokens=False).input_ids
+        if len(encoded) != 1:
+            raise ValueError(
+                f"policy.generation.allowed_tokens: {text!r} is {len(encoded)} tokens for this tokenizer; "
+                "each entry must be exactly one"
+            )
+        ids.append(encoded[0])
+    return tuple(ids)

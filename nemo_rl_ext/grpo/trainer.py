@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step: prompt groups in, exact token-mean gradient, log-prob gaps and metrics out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
+from nemo_rl_ext.grpo.collector import Sampling
+from nemo_rl_ext.grpo.loss import clipped_policy_loss
+from nemo_rl_ext.grpo.policy import Policy
+from nemo_rl_ext.grpo.rollouts import FlatSequence, PromptGroup, Rollout, flatten
+from nemo_rl_ext.rollout.metrics import AlignmentMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the loss needs of the configuration."""
+
+    clip_min: float
+    clip_max: float
+    token_level: bool
+    normalize_rewards: bool
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One training sequence with its advantage and the gap bookkeeping of its rollout."""
+
+    sequence: FlatSequence
+    advantage: float
+    masked: bool
+    repaired: bool
+    where: str
+
+
+def train_step(
+    policy: Policy,
+    groups: Sequence[PromptGroup],
+    *,
+    sampling: Sampling,
+    options: LossOptions,
+    metrics: AlignmentMetrics,
+) -> dict[str, float]:
+    """Update the policy once on all rollouts of a step.
+
+    The loss is the mean over all unmasked sampled tokens of the step (or over sequences), whatever the micro-batch
+    size. Masked rows run through the forward with weight 0, so their media are counted against their tokens too.
+
+    Raises:
+        ValueError: the forward's own count check, when media do not fit a row's tokens.
+    """
+    rows = _rows(groups, normalize=options.normalize_rewards)
+    media: dict[int, MediaTensors] = {}
+    batch = collate(
+        [_policy_row(row.sequence, sampling, media) for row in rows],
+        pad_token_id=0,
+    )
+    width = batch.input_ids.shape[1] - 1
+    engine = torch.stack([_padded(row.sequence.engine_logprobs[1:], width) for row in rows])
+    weights = torch.stack([_padded(row.sequence.sampled[1:].float(), width) for row in rows])
+    weights *= torch.tensor([[0.0 if row.masked else 1.0] for row in rows])
+    num_tokens = int((weights > 0).sum())
+    if not options.token_level:
+        weights /= weights.sum(-1, keepdim=True).clamp(min=1.0)
+    scale = max(float(weights.sum()), 1.0)
+    advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
+
+    policy.zero_grad()
+    loss_sum, clipped = 0.0, 0
+    for part, micro in batch.micro_batches(options.micro_batch_size):
+        try:
+            logprobs = policy.forward_logprobs(
+                micro, banned_token_ids=sampling.banned_token_ids, temperature=sampling.temperature
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}; rows {sorted({row.where for row in rows[part]})}") from error
+        sums = clipped_policy_loss(
+            logprobs,
+            engine[part],
+            advantages[part],
+            weights[part],
+            clip_min=options.clip_min,
+            clip_max=options.clip_max,
+        )
+        (sums.loss / scale).backward()
+        loss_sum += sums.loss.item()
+        clipped += sums.num_clipped
+        _count_gaps(rows[part], logprobs.detach(), engine[part], metrics)
+    grad_norm = policy.optimizer_step() if num_tokens else 0.0
+    return {
+        "train/loss": loss_sum / scale,
+        "train/grad_norm": grad_norm,
+        "train/clip_fraction": clipped / max(num_tokens, 1),
+        "train/num_tokens": float(num_tokens),
+        "train/num_sequences": float(len(rows)),
+    }
+
+
+def _rows(groups: Sequence[PromptGroup], *, normalize: bool) -> list[_Row]:
+    rows = []
+    for group in groups:
+        advantages = group.advantages(normalize=normalize)
+        for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+            rows += _rollout_rows(group, rollout, advantage)
+    return rows
+
+
+def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float) -> list[_Row]:
+    return [
+        _Row(
+            sequence=flatten(segment),
+            advantage=advantage,
+            masked=rollout.masked,
+            repaired=number in rollout.repaired_segments,
+            where=group.row.where,
+        )
+        for number, segment in enumerate(rollout.segments)
+    ]
+
+
+def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, MediaTensors]) -> PolicyRow:
+    """Rows that share tensors share the object, so that the forward encodes them once."""
+    tensors = []
+    for values in sequence.media:
+        pixels, grids = values["pixel_values"].as_tensor(), values["image_grid_hw"].as_tensor()
+        if id(pixels) not in media:
+            media[id(pixels)] = MediaTensors(pixel_values=pixels, image_grid_hw=grids)
+        tensors.append(media[id(pixels)])
+    return PolicyRow(
+        token_ids=sequence.token_ids,
+        media=tuple(tensors),
+        sampled=sequence.sampled,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, width - len(values)))
+
+
+def _count_gaps(rows: Sequence[_Row], logprobs: torch.Tensor, engine: torch.Tensor, metrics: AlignmentMetrics) -> None:
+    """Engine against trainer, for rows with media that are neither masked nor without samples."""
+    for row, ours, theirs in zip(rows, logprobs, engine, strict=True):
+        sampled = row.sequence.sampled[1:]
+        if row.masked or not row.sequence.media or not sampled.any():
+            continue
+        gap = (ours[: len(sampled)] - theirs[: len(sampled)])[sampled].abs()
+        metrics.add_gap(repaired=row.repaired, mean=gap.mean().item(), maximum=gap.max().item(), num_tokens=len(gap))
