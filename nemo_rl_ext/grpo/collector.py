@@ -132,6 +132,11 @@ class Collector:
             EngineTurn(prompt_token_ids=text, token_ids=nothing, logprobs=nothing.astype(np.float32), num_media=0)
         )
 
+    def images_of(self, row: ManifestRow) -> tuple[np.ndarray, ...]:
+        """The decoded images of a row, uint8 RGB [height, width, 3], in prompt order."""
+        turns = self.pool.submit_static(media_by_turn(row)).result()
+        return tuple(image for turn in turns for image in turn.images)
+
     def scores(self, rows: Sequence[ManifestRow], sampling: Sampling) -> list[float]:
         """The reward of one answer per row; 0 where nothing could be sampled."""
         played = self.play(rows, sampling, 1)

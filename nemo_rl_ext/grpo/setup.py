@@ -155,7 +155,7 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
         with ThreadPoolExecutor(1) as executor:
             starting = executor.submit(EngineClient, lambda: start_engine(_engine_config(config)))
             try:
-                policy = _policy(config)
+                policy = new_policy(config)
             finally:
                 engine = starting.result()
         yield _assemble(config, inputs, policy, engine, pool)
@@ -167,7 +167,8 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             ray.shutdown()
 
 
-def _policy(config: Config) -> Policy:
+def new_policy(config: Config) -> Policy:
+    """The policy as the checkpoint has it, with a fresh optimizer."""
     optimizer = config.policy.optimizer
     torch.manual_seed(config.grpo.seed)
     return Policy.from_pretrained(

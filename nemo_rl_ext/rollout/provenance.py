@@ -55,13 +55,14 @@ def reattach_static_media(rollout: Mapping[str, Any], static_log: Sequence[Mappi
     """
     sources = [message for message in static_log if message.get("role") == "user"]
     logs = [rollout[view] for view in VIEWS if rollout.get(view)]
-    for log in logs:
-        targets = [message for message in log if message.get("role") == "user"]
-        if len(targets) < len(sources):
-            raise ValueError(
-                f"a rollout came back with {len(targets)} user turns for a prompt of {len(sources)}: the static "
-                "media cannot be attached to the right turns; a rollout must not drop prompt messages"
-            )
+    users = [[message for message in log if message.get("role") == "user"] for log in logs]
+    found = max((len(targets) for targets in users), default=0)
+    if found < len(sources):
+        raise ValueError(
+            f"a rollout came back with {found} user turns where static media of {len(sources)} turns were to be "
+            "attached: they cannot be attached to the right turns; a rollout must not drop prompt messages"
+        )
+    for targets in users:
         for source, target in zip(sources, targets, strict=False):
             if not target.get(ROLLOUT_MATCHED_MEDIA_KEY):
                 detach_media(target)

@@ -89,6 +89,15 @@ def test_a_media_less_repair_stays_media_less():
     assert not media_of(result["message_log"][1])
 
 
+def test_a_tool_turn_with_static_media_is_attached_although_the_input_view_ends_before_it():
+    result = rollout(repaired=False)
+    tool = {"role": "user", "token_ids": torch.tensor([9])}
+    result["message_log"].append(tool)
+    static = [*static_log(), {"role": "user", "pixel_values": pack("pixel_values", torch.full((1, 3, 32, 32), 3.0))}]
+    reattach_static_media(result, static)
+    assert tool["pixel_values"].as_tensor().unique().tolist() == [3.0]
+
+
 def test_tool_turns_beyond_the_prompt_keep_their_media():
     result = rollout(repaired=False)
     tool = {"role": "user", "token_ids": torch.tensor([9])}
@@ -108,7 +117,7 @@ def test_marks_survive_slicing_a_group_out_of_a_buffer():
 
 def test_a_rollout_that_lost_a_prompt_turn_is_refused():
     result = {"message_log": [{"role": "assistant"}]}
-    with pytest.raises(ValueError, match="0 user turns for a prompt of 1"):
+    with pytest.raises(ValueError, match="0 user turns where static media of 1 turns"):
         reattach_static_media(result, static_log())
 
 
