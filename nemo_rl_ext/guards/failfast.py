@@ -17,6 +17,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import threading
@@ -29,10 +30,14 @@ from typing import Any, NoReturn
 
 logger = logging.getLogger("nemo_rl_ext.guards.failfast")
 
-_STORE_KEY = "nemo_rl_ext/failed_rank"
+_CLAIM, _ACKS = "nemo_rl_ext/failed_rank", "nemo_rl_ext/failed_rank_read"
 _POLL_SECONDS = 0.25
 _FLUSH_SECONDS = 1.0
 _STORE_SECONDS = 1.0
+# How a collective ends when the process at its other end is gone.
+_LOST_PEER = re.compile(
+    r"connection (?:closed|reset|refused)|broken pipe|DistNetworkError|remote (?:process|worker)", re.I
+)
 # Exceptions by which control leaves a block without anything being wrong.
 _NOT_FATAL = (asyncio.CancelledError, GeneratorExit)
 
@@ -123,13 +128,20 @@ class _PeerWatch(threading.Thread):
         super().__init__(name="fail_fast", daemon=True)
         self._exit_code, self._flush = exit_code, flush
         self._store: Any = None
+        self._connecting = threading.Lock()
         self._done = threading.Event()
         self._ending = threading.Lock()
 
     def run(self) -> None:
         while not self._done.wait(_POLL_SECONDS):
-            culprit = self._failed_peer()
-            if culprit and not self._done.is_set() and self._ending.acquire(blocking=False):
+            try:
+                store = self._connected()
+                if store is None or not store.check([_CLAIM]) or self._done.is_set():
+                    continue
+                culprit = json.loads(store.get(_CLAIM))
+            except Exception:
+                return  # the store went with its process; the collectives will tell
+            if self._ending.acquire(blocking=False):
                 self._leave(culprit)
 
     def stop(self) -> None:
@@ -137,61 +149,93 @@ class _PeerWatch(threading.Thread):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what happened and end the process; does not return."""
+        self._done.set()
         if not self._ending.acquire(blocking=False):
-            time.sleep(60)  # the watching thread is already ending this process
-        rank = _rank()
-        claim = json.dumps({"rank": rank, "host": socket.gethostname(), "error": _summary(error)})
-        culprit = self._claim(claim)
+            threading.Event().wait()  # the watching thread is already ending this process
+        rank, host = _rank(), socket.gethostname()
+        culprit = self._claim({"rank": rank, "host": host, "error": _summary(error)})
         if culprit is not None and culprit["rank"] != rank:
             self._leave(culprit)
+        if culprit is None and _world_size() > 1 and _LOST_PEER.search(f"{type(error).__name__}: {error}"):
+            self._leave({"rank": "?", "host": "a lost host", "error": _summary(error)})
         code = self._exit_code
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else self._exit_code
+            code = error.code & 0xFF if isinstance(error.code, int) else code
         elif isinstance(error, KeyboardInterrupt):
             code = 130
         _record_for_torchrun(error)
         _flush_loggers(self._flush)
-        head = f"fatal error on rank {rank}, host {socket.gethostname()}, pid {os.getpid()}; exiting without teardown"
-        _say(head + "\n" + "".join(traceback.format_exception(error)))
-        if self._store is not None:
-            # Peers read the claim from a store that may live in this very process.
-            time.sleep(2 * _POLL_SECONDS)
-        _exit(code & 0xFF or self._exit_code)
+        head = f"fatal error on rank {rank}, host {host}, pid {os.getpid()}; exiting without teardown\n"
+        _say(head + "".join(traceback.format_exception(error)))
+        self._keep_store_for_peers()
+        _exit(code or self._exit_code)
 
     def _leave(self, culprit: dict[str, Any]) -> NoReturn:
+        """Exit as a victim: one line, no traceback."""
         _flush_loggers(self._flush)
         _say(
             f"rank {_rank()} exits because rank {culprit['rank']} on {culprit['host']} failed: {culprit['error']}\n"
         )
+        self._keep_store_for_peers()
         _exit(self._exit_code)
 
-    def _claim(self, claim: str) -> dict[str, Any] | None:
-        """The first rank to fail is the culprit; the later ones failed because of it."""
-        store = self._connected()
-        if store is None:
-            return None
+    def _claim(self, claim: dict[str, Any]) -> dict[str, Any] | None:
+        """The first rank to fail is the culprit; later ones failed because of it. None without a store."""
         with suppress(Exception):
-            return json.loads(store.compare_set(_STORE_KEY, "", claim))
+            store = self._connected()
+            if store is not None:
+                return json.loads(store.compare_set(_CLAIM, "", json.dumps(claim)))
         return None
 
-    def _failed_peer(self) -> dict[str, Any] | None:
-        store = self._connected()
+    def _keep_store_for_peers(self) -> None:
+        """Peers read the claim from a store that may live in this very process: wait until they have."""
         with suppress(Exception):
-            if store is not None and store.check([_STORE_KEY]):
-                return json.loads(store.get(_STORE_KEY))
-        return None
+            if self._store is None:
+                return
+            self._store.add(_ACKS, 1)
+            hosts_store = _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            deadline = time.monotonic() + _STORE_SECONDS
+            while hosts_store and time.monotonic() < deadline and self._store.add(_ACKS, 0) < _world_size():
+                time.sleep(0.02)
 
     def _connected(self) -> Any:
         """A connection of our own to the default process group's store: its main one may be blocked in a wait."""
-        if self._store is None and "torch.distributed" in sys.modules:
-            import torch.distributed as dist
+        with self._connecting:
+            if self._store is None and _world_size() > 1:
+                import torch.distributed as dist
 
-            with suppress(Exception):
-                if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                    store = dist.distributed_c10d._get_default_store().clone()
-                    store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-                    self._store = store
-        return self._store
+                main = dist.distributed_c10d._get_default_store()
+                if _answers(main):
+                    self._store = main.clone()
+                    self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+            return self._store
+
+
+def _answers(store: Any) -> bool:
+    """Whether a TCP store's host accepts connections. `clone` itself would retry for the whole collective timeout."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return True
+    with suppress(OSError), socket.create_connection((store.host, store.port), timeout=_STORE_SECONDS):
+        return True
+    return False
+
+
+def _initialised() -> Any:
+    """`torch.distributed` when this process has a default process group, else None."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _world_size() -> int:
+    dist = _initialised()
+    return 1 if dist is None else dist.get_world_size()
+
+
+def _rank() -> int:
+    dist = _initialised()
+    return int(os.environ.get("RANK", 0)) if dist is None else dist.get_rank()
 
 
 def _in_ray() -> bool:
@@ -204,16 +248,9 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 
 def _destroy_process_group() -> None:
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    dist = _initialised()
+    if dist is not None:
         dist.destroy_process_group()
-
-
-def _rank() -> int:
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", 0))
 
 
 def _summary(error: BaseException) -> str:
