@@ -220,6 +220,7 @@ def _environment(venv: Path, ray_dir: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": ray_dir,
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "180",  # 30 s are too few while an engine starts on the same cores
         "UV_PYTHON_DOWNLOADS": "never",
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",

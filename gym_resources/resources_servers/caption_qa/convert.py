@@ -100,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", choices=["manual", "auto"], default=defaults.source)
     parser.add_argument("--num-frames", type=int, default=defaults.num_frames)
     parser.add_argument("--frame-side", type=int, default=defaults.frame_side)
+    parser.add_argument("--jpeg-quality", type=int, default=defaults.jpeg_quality)
     options = parser.parse_args(arguments)
     try:
         config = ConvertConfig(
@@ -108,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             source=options.source,
             num_frames=options.num_frames,
             frame_side=options.frame_side,
+            jpeg_quality=options.jpeg_quality,
             mask_side=0,
             names=json.loads(options.names.read_text(encoding="utf-8")),
         )

@@ -52,6 +52,8 @@ class ConvertConfig:
     max_objects: objects per row, the largest first.
     mask_side: longer side of the masks in the row (J&F, point-in-mask); 0 leaves them out.
     frame_side: longer side of the frames in pixels; 0 keeps their size.
+    jpeg_quality: of the written frames.
+    names: {"video id": {"object id": "name"}}; objects without a name are introduced by a box.
     """
 
     task: Task
@@ -186,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-objects", type=int, default=defaults.max_objects)
     parser.add_argument("--mask-side", type=int, default=defaults.mask_side)
     parser.add_argument("--frame-side", type=int, default=defaults.frame_side)
+    parser.add_argument("--jpeg-quality", type=int, default=defaults.jpeg_quality)
     parser.add_argument(
         "--names", type=Path, help='JSON {"video id": {"object id": "name"}}; SA-V has no names'
     )
@@ -200,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_objects=options.max_objects,
             mask_side=options.mask_side,
             frame_side=options.frame_side,
+            jpeg_quality=options.jpeg_quality,
             names=json.loads(options.names.read_text(encoding="utf-8")) if options.names else {},
         )
         num_rows = write_rows(

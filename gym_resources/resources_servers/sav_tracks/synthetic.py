@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small set in SA-V's own file format: real clips with painted shapes that move, leave and come back.
+"""A small set in SA-V's own file format: clips with painted shapes that move, leave and come back.
 
     python -m resources_servers.sav_tracks.synthetic OUT --clip clip.mp4 --clip other.mp4
 
+Without `--clip` the background is drawn too, so that nobody else's pictures are in the set.
 Writes `{id}.mp4` (24 fps), `{id}_manual.json` and `names.json`. The masks are the painted pixels, so they are exact.
 No SA-V data is involved.
 """
@@ -87,27 +88,47 @@ def paint_clip(frames: np.ndarray, shapes: list[Shape]) -> tuple[np.ndarray, lis
     return painted, masklet
 
 
+def drawn_background(rng: np.random.Generator, num_frames: int, height: int, width: int) -> np.ndarray:
+    """Drifting waves of colour, uint8 `[num_frames, height, width, 3]`, dim enough for the shapes to stand out."""
+    rows, columns = np.arange(height)[:, None, None], np.arange(width)[None, :, None]
+    frequency, phase, drift = (
+        rng.uniform(0.01, 0.06, (2, 3)),
+        rng.uniform(0, 6.3, 3),
+        rng.uniform(-0.1, 0.1, 3),
+    )
+    frames = [
+        110 + 50 * np.sin(rows * frequency[0] + columns * frequency[1] + phase + drift * index)
+        for index in range(num_frames)
+    ]
+    return np.stack(frames).astype(np.uint8)
+
+
+def clip_background(rng: np.random.Generator, clip: Path, num_frames: int, height: int) -> np.ndarray:
+    """A stretch of a real clip, scaled to `height`; the last frame is repeated where the clip is too short."""
+    import cv2
+    import decord
+
+    reader = decord.VideoReader(str(clip), num_threads=1)
+    start = int(rng.integers(max(1, len(reader) - num_frames)))
+    frames = reader.get_batch([min(start + i, len(reader) - 1) for i in range(num_frames)]).asnumpy()
+    width = round(frames.shape[2] * height / frames.shape[1] / 2) * 2
+    return np.stack([cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA) for frame in frames])
+
+
 def write_set(
     out: Path, clips: list[Path], *, num_videos: int, num_frames: int, num_shapes: int, height: int, seed: int
 ) -> None:
     """Write `num_videos` videos with annotations, taking the clips in turn; the same arguments give the same set."""
-    import cv2
-    import decord
-
     out.mkdir(parents=True, exist_ok=True)
     names = {}
     for index in range(num_videos):
         rng = np.random.default_rng([seed, index])
-        clip = clips[index % len(clips)]
-        reader = decord.VideoReader(str(clip), num_threads=1)
-        start = int(rng.integers(max(1, len(reader) - num_frames)))
-        frames = reader.get_batch([min(start + i, len(reader) - 1) for i in range(num_frames)]).asnumpy()
-        width = round(frames.shape[2] * height / frames.shape[1] / 2) * 2
-        resized = np.stack(
-            [cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA) for frame in frames]
-        )
+        if clips:
+            frames = clip_background(rng, clips[index % len(clips)], num_frames, height)
+        else:
+            frames = drawn_background(rng, num_frames, height, height * 16 // 9 // 2 * 2)
         shapes = random_shapes(rng, num_shapes)
-        painted, masklet = paint_clip(resized, shapes)
+        painted, masklet = paint_clip(frames, shapes)
         video_id = f"syn_{index:06d}"
         names[video_id] = {str(i): shape.name for i, shape in enumerate(shapes)}
         _write_video(out / f"{video_id}.mp4", painted)
@@ -115,7 +136,7 @@ def write_set(
             "video_id": video_id,
             "video_frame_count": num_frames,
             "video_height": height,
-            "video_width": width,
+            "video_width": frames.shape[2],
             "masklet_id": list(range(num_shapes)),
             "masklet_num": num_shapes,
             "masklet_first_appeared_frame": [0.0] * num_shapes,
@@ -145,9 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Write a small synthetic set in SA-V's file format.")
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--clip", type=Path, action="append", required=True, help="real video; may be repeated"
-    )
+    parser.add_argument("--clip", type=Path, action="append", default=[], help="real video; may be repeated")
     parser.add_argument("--num-videos", type=int, default=8)
     parser.add_argument("--num-frames", type=int, default=48)
     parser.add_argument("--num-shapes", type=int, default=2)

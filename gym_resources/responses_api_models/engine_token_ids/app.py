@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM model server that reports the token ids which the engine really used.
 
-Gym's `vllm_model` asks vLLM's `/tokenize` for the prompt ids. For a prompt with images that is not what the model saw:
-the engine expands each image to as many context tokens as it decides for this request, `/tokenize` to one. Training on
-such ids fails the count check or, worse, shifts every position. Here the ids come with the completion itself.
+Gym's `vllm_model` asks vLLM's `/tokenize` for the prompt ids after the completion. That is a second pass over every
+image, and how many context tokens an image becomes depends on the engine's budget, its cache and its version: ids of
+another pass are a guess at what the model saw. Here they come with the completion itself.
 """
 
 from typing import Any

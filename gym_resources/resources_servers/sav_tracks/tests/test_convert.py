@@ -235,7 +235,18 @@ def test_the_validator_refuses_what_is_no_manifest(tmp_path, content, words):
         validate.validate_file(path)
 
 
-def test_the_synthetic_set_needs_real_clips(tmp_path):
+def test_the_background_can_be_drawn_and_the_seed_decides_it(tmp_path):
+    sets = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        arguments = ["--num-videos", "1", "--num-frames", "8", "--height", "64", "--seed", seed]
+        assert synthetic.main([str(tmp_path / name), *arguments]) == 0
+        sets.append((tmp_path / name / "syn_000000_manual.json").read_text())
+        reader = decord.VideoReader(str(tmp_path / name / "syn_000000.mp4"))
+        assert reader[0].shape == (64, 112, 3) and len(reader) == 8
+    assert sets[0] == sets[1] != sets[2]
+
+
+def test_a_missing_clip_is_an_error(tmp_path):
     with pytest.raises(SystemExit) as caught:
         synthetic.main([str(tmp_path / "out"), "--clip", str(tmp_path / "missing.mp4")])
     assert caught.value.code == 2
