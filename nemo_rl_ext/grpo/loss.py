@@ -32,16 +32,14 @@ def clipped_policy_loss(
     `advantages` float [rows], and `weights` float [rows, tokens]: 0 where a token was not sampled or its row is
     masked. Returns the weighted sum, not the mean.
     """
-    ratio = torch.exp(logprobs - engine_logprobs)
+    active = weights > 0
+    # where() before exp: a masked token may hold an infinite ratio, whose gradient would be NaN even times 0.
+    ratio = torch.exp(torch.where(active, logprobs - engine_logprobs, torch.zeros_like(logprobs)))
     clipped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
     gain = advantages[:, None]
     surrogate = torch.minimum(ratio * gain, clipped * gain)
-    # where() rather than a product: a masked token may hold an infinite ratio, and 0 * inf is not 0.
-    zero = torch.zeros_like(surrogate)
-    loss = -torch.where(weights > 0, surrogate * weights, zero).sum()
-    active = weights > 0
     return LossSums(
-        loss=loss,
+        loss=-(surrogate * weights).sum(),
         num_tokens=int(active.sum()),
         num_clipped=int((active & (ratio.detach() != clipped.detach())).sum()),
     )

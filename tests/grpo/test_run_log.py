@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+from rich.console import Console
+
+from nemo_rl_ext.grpo.loop import steps_of
+from nemo_rl_ext.grpo.run_log import RunLog, alignment_line
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_step_is_one_flat_object_with_the_step_first(tmp_path):
+    log = RunLog(tmp_path, first_step=0, tensorboard=False, console=Console(quiet=True))
+    log.step(1, {"train/loss": 0.5})
+    log.step(2, {"train/loss": 0.25})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
+    assert list(lines(tmp_path / "metrics.jsonl")[0])[0] == "step"
+
+
+def test_a_resumed_run_forgets_the_steps_it_will_write_again_and_a_cut_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "tra')
+    RunLog(tmp_path, first_step=2, tensorboard=False)
+    assert [record["step"] for record in lines(path)] == [1, 2]
+
+
+def test_the_alignment_line_names_masked_rows_and_both_gaps():
+    text = alignment_line(
+        {
+            "alignment/turns": 10.0,
+            "alignment/rows": 8.0,
+            "alignment/rows_masked": 2.0,
+            "alignment/media_repaired": 5.0,
+            "alignment/reason/ambiguous_grid": 2.0,
+            "alignment/reason/resized": 5.0,
+            "alignment/logprob_gap_matched_mean": 0.004,
+            "alignment/logprob_gap_matched_max": 0.01,
+            "alignment/logprob_gap_repaired_mean": 0.003,
+            "alignment/logprob_gap_repaired_max": 0.02,
+        }
+    )
+    assert "5 repaired" in text
+    assert "2 of 8 rows masked (ambiguous_grid 2)" in text
+    assert "matched 0.0040/0.0100, repaired 0.0030/0.0200" in text
+
+
+def test_the_order_of_rows_is_the_same_from_any_step_on():
+    rows = list(range(10))
+    whole = dict(steps_of(rows, per_step=4, first=0, last=10, shuffle=True, seed=3))
+    resumed = dict(steps_of(rows, per_step=4, first=6, last=10, shuffle=True, seed=3))
+    assert all(whole[step] == batch for step, batch in resumed.items())
+    seen = [row for step in range(5) for row in whole[step]]
+    assert sorted(seen) == sorted(rows * 2)
+    assert [
+        row for _, batch in steps_of(rows, per_step=5, first=0, last=2, shuffle=False, seed=0) for row in batch
+    ] == rows
