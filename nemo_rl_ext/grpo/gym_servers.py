@@ -51,6 +51,10 @@ class GymError(RuntimeError):
     """Gym's servers do not start or have died: infrastructure, not data. One string."""
 
 
+class GymEndedEarly(GymError):
+    """Gym ended by itself before every server answered."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GymConfig:
     """What to start.
@@ -95,7 +99,7 @@ class GymServers:
         waiting: list[str] = ["head server"]
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise GymError(
+                raise GymEndedEarly(
                     f"Gym ended with status {self._process.returncode} while starting; {self._log_tail()}"
                 )
             if not self._urls:
@@ -141,6 +145,24 @@ def start_gym(config: GymConfig) -> Iterator[GymServers]:
         link, target = config.run_dir / folder, config.root.absolute() / folder
         if target.is_dir() and not link.exists():
             link.symlink_to(target, target_is_directory=True)
+    with tempfile.TemporaryDirectory(prefix="gym-ray-") as ray_dir:
+        servers = _launch(gym, config, ray_dir)
+        try:
+            try:
+                servers.wait_until_ready(config.start_timeout_s)
+            except GymEndedEarly as error:
+                # Ray gives its own start 30 s, which an engine that starts on the same cores can use up
+                logger.warning("starting Gym once more: %s", error)
+                servers.close()
+                servers = _launch(gym, config, ray_dir)
+                servers.wait_until_ready(config.start_timeout_s)
+            logger.info("Gym is ready: %s", ", ".join(sorted(servers.urls)))
+            yield servers
+        finally:
+            servers.close()
+
+
+def _launch(gym: Path, config: GymConfig, ray_dir: str) -> GymServers:
     port = _free_port()
     paths = ",".join(str(path) for path in (MODEL_CONFIG, *config.config_paths))
     command = [
@@ -150,7 +172,7 @@ def start_gym(config: GymConfig) -> Iterator[GymServers]:
         "++skip_venv_if_present=true", f"++uv_venv_dir={config.venv.absolute()}/gym-servers", *config.overrides,
     ]  # fmt: skip
     log_path = config.run_dir / "gym.log"
-    with log_path.open("wb") as log, tempfile.TemporaryDirectory(prefix="gym-ray-") as ray_dir:
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", _KEEPER, "gym-keeper", *command],
             cwd=config.run_dir,
@@ -160,13 +182,7 @@ def start_gym(config: GymConfig) -> Iterator[GymServers]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        servers = GymServers(process, f"http://127.0.0.1:{port}", log_path)
-        try:
-            servers.wait_until_ready(config.start_timeout_s)
-            logger.info("Gym is ready: %s", ", ".join(sorted(servers.urls)))
-            yield servers
-        finally:
-            servers.close()
+    return GymServers(process, f"http://127.0.0.1:{port}", log_path)
 
 
 def post_json(url: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -220,7 +236,6 @@ def _environment(venv: Path, ray_dir: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": ray_dir,
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "180",  # 30 s are too few while an engine starts on the same cores
         "UV_PYTHON_DOWNLOADS": "never",
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
