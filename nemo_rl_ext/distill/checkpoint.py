@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_ext.distill.config import DistillConfig
+from nemo_rl_ext.grpo.weights import LAYER_SCALE
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,15 @@ _OPTIMIZER = "optimizer.safetensors"
 # Changing one of these in the middle of a run gives a run that nobody can name.
 _FIXED = ("student", "teacher", "data", "loss", "train")
 _FREE_TRAIN = ("iters", "micro_batch_size", "cp_size", "cp_forward", "gradient_checkpointing", "timeout_s")
+# The digest of the data files stands for their place.
+_FREE_DATA = (
+    "sft_dataset_root",
+    "data_paths",
+    "media_roots",
+    "max_record_bytes",
+    "max_pixels",
+    "max_media_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +87,13 @@ def save(
     shutil.rmtree(scratch, ignore_errors=True)
     model_dir = scratch / "model"
     model_dir.mkdir(parents=True)
-    model.save_pretrained(model_dir)
+    weights = {k: v for k, v in model.state_dict().items() if not LAYER_SCALE.match(k)}
+    model.save_pretrained(model_dir, state_dict=weights)
     tokenizer.save_pretrained(model_dir)
-    # The processor files of an image-text model; they are data here, not objects.
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (source_dir / name).is_file() and not (model_dir / name).exists():
             shutil.copyfile(source_dir / name, model_dir / name)
+    _keep_config(source_dir / "config.json", model_dir / "config.json")
     tensors = {
         f"{key}/{names[parameter]}": torch.as_tensor(value).detach().cpu().contiguous()
         for parameter, state in optimizer.state.items()
@@ -96,6 +107,13 @@ def save(
         shutil.rmtree(old.path, ignore_errors=True)
     logger.info("step %d saved to %s", step, final)
     return final
+
+
+def _keep_config(source: Path, target: Path) -> None:
+    # The architecture is the source's, and transformers drops keys that only an engine reads (vit_hidden_size).
+    config = json.loads(source.read_text(encoding="utf-8"))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float32"
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def restore_optimizer(
@@ -134,6 +152,10 @@ def fingerprint(config: DistillConfig, data_digest: str) -> dict[str, Any]:
     kept = config.model_dump(mode="json", include=set(_FIXED))
     for name in _FREE_TRAIN:
         kept["train"].pop(name)
+    for name in _FREE_DATA:
+        kept["data"].pop(name)
+    for role in ("student", "teacher"):
+        kept[role] = str(Path(kept[role]).resolve())
     return {**kept, "data_digest": data_digest}
 
 

@@ -26,6 +26,7 @@ from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.distill import context_parallel
 from nemo_rl_ext.distill.batch import MicroBatch
 from nemo_rl_ext.distill.parallel import Ranks
+from nemo_rl_ext.grpo.weights import LAYER_SCALE
 
 logger = logging.getLogger(__name__)
 # Its bars for loading and writing shards would tear the progress lines of a run.
@@ -90,6 +91,11 @@ class Checkpoint:
                 f"{self.path}: {len(missing)} weight(s) are missing, the first {missing[0]!r}; "
                 "the weight files do not belong to this config.json"
             )
+        for name, parameter in model.named_parameters():
+            if LAYER_SCALE.match(name):
+                # Identities that transformers adds to RADIO: no checkpoint holds them and vLLM applies none, so
+                # training them would make a model that no engine runs.
+                parameter.requires_grad_(False)
         return model
 
 

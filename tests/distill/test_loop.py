@@ -186,6 +186,26 @@ def test_checkpoints_load_with_transformers_and_only_the_newest_are_kept(text_mo
     assert model(**tokenizer("hello", return_tensors="pt")).logits.shape[1] == 5
 
 
+def test_an_image_text_checkpoint_keeps_the_names_and_the_configuration_that_engines_read(
+    vlm_models, make_config, tmp_path
+):
+    from PIL import Image
+    from safetensors import safe_open
+
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (96, 64), (200, 0, 0)).save(tmp_path / "data" / "red.png")
+    records = [{"input": "<image>?", "output": "red", "images": ["red.png"]}]
+    config = make_config(vlm_models, records, train__iters=1, save_interval=1, train__lr=1e-2)
+    run(config)
+    saved = checkpoint.newest(tmp_path / "run").model_dir
+    names = [set(safe_open(str(path / "model.safetensors"), "pt").keys()) for path in (vlm_models[0], saved)]
+    assert names[0] == names[1]
+    before, after = (json.loads((path / "config.json").read_text()) for path in (vlm_models[0], saved))
+    assert {**before, "dtype": "float32"} == after
+    again = config.model_copy(update={"resume": True, "train": config.train.model_copy(update={"iters": 2})})
+    assert math.isfinite(run(again).loss) and checkpoint.newest(tmp_path / "run").step == 2
+
+
 def test_evaluation_is_the_loss_on_the_held_out_rows(text_models, make_config, write_jsonl, tmp_path):
     write_jsonl(tmp_path / "data" / "validation.jsonl", RECORDS[:3])
     config = make_config(text_models, RECORDS, train__iters=2, eval__iters=1, eval__interval=1)

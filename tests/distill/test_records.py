@@ -2,6 +2,8 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nemo_rl_ext.distill.records import DatasetError, Problems, read_records, read_texts
 
@@ -89,6 +91,21 @@ def test_an_empty_file_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(DatasetError, match="no records"):
         read(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=30) | st.sampled_from([GOOD.encode(), b'{"input": 1}', b"[[", b"\xff"])))
+def test_whatever_the_bytes_each_line_is_a_record_a_fault_or_blank(tmp_path, lines):
+    path = tmp_path / "training.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    problems = Problems()
+    try:
+        records = read_records(path, problems, max_record_bytes=1000)
+    except DatasetError as error:
+        assert "no records" in str(error)
+        records = []
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    assert len(records) + problems.count == sum(1 for line in content.split(b"\n") if line.strip())
 
 
 def test_documents(tmp_path):
