@@ -27,6 +27,7 @@ from nemo_rl_ext.grpo.loop import steps_of
 from nemo_rl_ext.grpo.rollouts import PromptGroup
 from nemo_rl_ext.grpo.setup import Run, new_policy, prepare, start
 from nemo_rl_ext.grpo.trainer import train_step
+from nemo_rl_ext.grpo.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 from nemo_rl_ext.rollout.packed import pack
 
@@ -90,7 +91,9 @@ def run_arm(run: Run, config: Config, arm: str, seed: int, version: int) -> tupl
         groups = run.collector.collect(batch, step=step)
         tamper(arm, groups, run.collector)
         metrics = AlignmentMetrics()
-        train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics)
+        history = WeightHistory(1)
+        history.keep(version, run.policy)
+        train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=history)
         flushed = metrics.flush()
         gaps += [
             value for name, value in flushed.items() if name.startswith("alignment/logprob_gap") and "mean" in name

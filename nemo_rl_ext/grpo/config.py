@@ -69,6 +69,11 @@ class MediaAlignmentConfig(Block):
         description="Bytes of repaired tensors that each aligner keeps by (content hash, grid); 0 keeps "
         "none.",
     )
+    measure_logprob_gap: bool = Field(
+        default=True,
+        description="Measure the engine-against-trainer log-prob gap on the weights that sampled each row: "
+        "one more forward without gradients per step.",
+    )
     geometry_source: Literal["captured", "runs"] = Field(
         default="captured",
         description="Where patch grids come from: 'captured' records the engine's own choice per request, "

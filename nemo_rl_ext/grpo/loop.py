@@ -18,6 +18,7 @@ from nemo_rl_ext.grpo.rollouts import PromptGroup
 from nemo_rl_ext.grpo.run_log import RunLog
 from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.trainer import train_step
+from nemo_rl_ext.grpo.weight_history import WeightHistory
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
 
@@ -57,6 +58,9 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
     window = MaskedWindow(size=alignment.masked_window, max_fraction=alignment.max_masked_fraction)
     max_age = grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0
     buffer = TrajectoryBuffer(max_age=max_age, first_step=first_step)
+    history = WeightHistory(max_age + 1) if alignment.measure_logprob_gap else None
+    if history is not None:
+        history.keep(first_step, run.policy)
     if first_step:
         run.push_weights(first_step)
     record: dict[str, float] = {}
@@ -75,6 +79,8 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
                 record |= train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics)
             except ValueError as error:
                 raise _explained(error, step, enabled=alignment.enabled) from error
+            if history is not None:
+                history.keep(step + 1, run.policy)
             run.push_weights(step + 1)
             buffer.advance(step + 1)
             done = step + 1

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
+from nemo_rl_ext.grpo.batch import MediaTensors, PolicyBatch, PolicyRow, collate
 from nemo_rl_ext.grpo.collector import Sampling
 from nemo_rl_ext.grpo.loss import clipped_policy_loss
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.rollouts import FlatSequence, PromptGroup, Rollout, flatten
+from nemo_rl_ext.grpo.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
 
@@ -35,6 +36,7 @@ class _Row:
     advantage: float
     masked: bool
     repaired: bool
+    versions: frozenset[int]
     where: str
 
 
@@ -45,11 +47,13 @@ def train_step(
     sampling: Sampling,
     options: LossOptions,
     metrics: AlignmentMetrics,
+    history: WeightHistory | None = None,
 ) -> dict[str, float]:
     """Update the policy once on all rollouts of a step.
 
     The loss is the mean over all unmasked sampled tokens of the step (or over sequences), whatever the micro-batch
     size. Masked rows run through the forward with weight 0, so their media are counted against their tokens too.
+    With a `history` of weights the engine-against-trainer gap is measured on the weights that sampled each row.
 
     Raises:
         ValueError: the forward's own count check, when media do not fit a row's tokens.
@@ -70,15 +74,12 @@ def train_step(
     scale = max(float(weights.sum()), 1.0)
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
 
+    if history is not None:
+        _measure_gaps(policy, rows, batch, engine, sampling, options, metrics, history)
     policy.zero_grad()
     loss_sum, clipped = 0.0, 0
     for part, micro in batch.micro_batches(options.micro_batch_size):
-        try:
-            logprobs = policy.forward_logprobs(
-                micro, banned_token_ids=sampling.banned_token_ids, temperature=sampling.temperature
-            )
-        except ValueError as error:
-            raise ValueError(f"{error}; rows {sorted({row.where for row in rows[part]})}") from error
+        logprobs = _forward(policy, rows[part], micro, sampling)
         sums = clipped_policy_loss(
             logprobs,
             engine[part],
@@ -90,7 +91,6 @@ def train_step(
         (sums.loss / scale).backward()
         loss_sum += sums.loss.item()
         clipped += sums.num_clipped
-        _count_gaps(rows[part], logprobs.detach(), engine[part], metrics)
     grad_norm = policy.optimizer_step() if num_tokens else 0.0
     return {
         "train/loss": loss_sum / scale,
@@ -117,6 +117,7 @@ def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float) -> lis
             advantage=advantage,
             masked=rollout.masked,
             repaired=number in rollout.repaired_segments,
+            versions=frozenset(m["weight_version"] for m in segment.message_log if m["role"] == "assistant"),
             where=group.row.where,
         )
         for number, segment in enumerate(rollout.segments)
@@ -143,11 +144,44 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, width - len(values)))
 
 
-def _count_gaps(rows: Sequence[_Row], logprobs: torch.Tensor, engine: torch.Tensor, metrics: AlignmentMetrics) -> None:
-    """Engine against trainer, for rows with media that are neither masked nor without samples."""
-    for row, ours, theirs in zip(rows, logprobs, engine, strict=True):
-        sampled = row.sequence.sampled[1:]
-        if row.masked or not row.sequence.media or not sampled.any():
-            continue
-        gap = (ours[: len(sampled)] - theirs[: len(sampled)])[sampled].abs()
-        metrics.add_gap(repaired=row.repaired, mean=gap.mean().item(), maximum=gap.max().item(), num_tokens=len(gap))
+def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling: Sampling) -> torch.Tensor:
+    try:
+        return policy.forward_logprobs(
+            batch, banned_token_ids=sampling.banned_token_ids, temperature=sampling.temperature
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; rows {sorted({row.where for row in rows})}") from error
+
+
+def _measure_gaps(
+    policy: Policy,
+    rows: Sequence[_Row],
+    batch: PolicyBatch,
+    engine: torch.Tensor,
+    sampling: Sampling,
+    options: LossOptions,
+    metrics: AlignmentMetrics,
+    history: WeightHistory,
+) -> None:
+    """Engine against trainer on equal weights, for rows with media; a row sampled with mixed weights is left out."""
+    for version in sorted({version for row in rows for version in row.versions} & set(history.versions())):
+        with history.applied(policy, version):
+            for part, micro in batch.micro_batches(options.micro_batch_size):
+                if not any(_is_measured(row, version) for row in rows[part]):
+                    continue
+                logprobs = _forward(policy, rows[part], micro, sampling)
+                for row, ours, theirs in zip(rows[part], logprobs, engine[part], strict=True):
+                    if _is_measured(row, version):
+                        sampled = row.sequence.sampled[1:]
+                        gap = (ours[: len(sampled)] - theirs[: len(sampled)])[sampled].abs()
+                        metrics.add_gap(
+                            repaired=row.repaired,
+                            mean=gap.mean().item(),
+                            maximum=gap.max().item(),
+                            num_tokens=len(gap),
+                        )
+
+
+def _is_measured(row: _Row, version: int) -> bool:
+    has_samples = bool(row.sequence.sampled[1:].any())
+    return not row.masked and bool(row.sequence.media) and has_samples and row.versions == {version}
