@@ -237,7 +237,7 @@ def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency
     """
     import ray
 
-    from nemo_rl_ext.grpo.vllm_engine import ENVIRONMENT
+    from nemo_rl_ext.grpo.vllm_setup import ENVIRONMENT
 
     actor = (
         ray.remote(EngineActor)

@@ -8,8 +8,7 @@ Written against vLLM 0.32.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,32 +26,8 @@ from nemo_rl_ext.grpo.requests import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl_ext.grpo.vllm_setup import configure, keep_weights_in_place, prepare_environment
 from nemo_rl_ext.guards.sampling import MediaTokenBan
-
-ENVIRONMENT = {
-    # The engine core in this process: no child to outlive us, and the model within reach for new weights.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The image processor's torch.compile costs a minute on the first image and saves nothing on a CPU.
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-"""What vLLM reads at import; a value that is already set stays, except where the engine depends on it."""
-
-_REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING",)
-
-
-def prepare_environment() -> None:
-    """Set `ENVIRONMENT`. Call before vLLM is imported."""
-    for name, value in ENVIRONMENT.items():
-        if name in _REQUIRED:
-            os.environ[name] = value
-        else:
-            os.environ.setdefault(name, value)
-    # It would win over kv_cache_memory_bytes, in GiB.
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +56,7 @@ class VllmEngine:
         prepare_environment()
         from vllm import LLM
 
-        _keep_weights_in_place()
+        keep_weights_in_place()
 
         self._llm = LLM(
             model=str(self.info.path),
@@ -95,7 +70,7 @@ class VllmEngine:
             mm_processor_cache_gb=config.mm_processor_cache_gb,
             enable_prefix_caching=config.enable_prefix_caching,
             video_pruning_rate=config.video_pruning_rate or None,
-            hf_overrides=partial(_configure, config, self.info.engine_overrides),
+            hf_overrides=partial(configure, config, self.info.engine_overrides),
             trust_remote_code=config.trust_remote_code,
             seed=config.seed,
         )
@@ -260,41 +235,6 @@ class VllmEngine:
         self._engine.abort_request(list(self._running))
         self._running.clear()
         self._engine.engine_core.shutdown()
-
-
-def _keep_weights_in_place() -> None:
-    """Have linear layers on a CPU read their own weight, which `load_weights` writes.
-
-    vLLM packs it into a copy for oneDNN or AMX and empties the original; loading then fails, or misses the
-    copy. Its own remedy, `reload_weights`, leaves this model's projector as it was.
-    """
-    from vllm.model_executor.layers import utils
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or isinstance(utils.dispatch_cpu_unquantized_gemm, partial):
-        return
-    utils.dispatch_cpu_unquantized_gemm = partial(_plain_linear, utils.dispatch_cpu_unquantized_gemm)
-
-
-def _plain_linear(original: Callable[..., None], layer: torch.nn.Module, remove_weight: bool) -> None:
-    if layer.weight.ndim == 2:
-        layer.cpu_linear = torch.nn.functional.linear
-    else:
-        original(layer, remove_weight)
-
-
-def _configure(config: EngineConfig, overrides: Mapping[str, Any], hf_config: Any) -> Any:
-    """`hf_overrides`: the engine's dtype in every part of the configuration, then what config.json lacks.
-
-    vLLM's `dtype` argument reaches the language model only; tower and pixels follow the checkpoint's own, and
-    the two then do not multiply.
-    """
-    dtype = getattr(torch, config.precision)
-    for part in (hf_config, *(getattr(hf_config, name, None) for name in ("text_config", "vision_config"))):
-        if part is not None:
-            part.dtype = dtype
-    hf_config.update({**overrides, **config.hf_overrides})
-    return hf_config
 
 
 def _weight_names(path: Any) -> frozenset[str]:

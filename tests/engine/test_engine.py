@@ -412,6 +412,33 @@ def test_update_in_flight_lands_within_a_running_request(synced):
         assert 0 < change == resumed < 400
 
 
+def test_siblings_that_start_after_an_update_see_the_image_through_the_new_weights(synced, checkpoint):
+    """More sequences than run at once share one image: its features from the old weights must not be reused."""
+    engine, _ = synced
+    trained = Policy.from_pretrained(checkpoint, lr=5e-3)
+    asked = request(image(128, 96), n=100, max_new_tokens=24)
+    with ThreadPoolExecutor() as pool:
+        begun = engine.health()["num_requests"]
+        future = pool.submit(engine.generate, [asked])
+        while engine.health()["num_requests"] == begun or not engine.health()["num_running"]:
+            time.sleep(0.001)
+        version = engine.version() + 1
+        row = PolicyRow(
+            token_ids=[*prompt(0), GRAMMAR.start_id, *[IMAGE_ID] * 12, GRAMMAR.end_id],
+            media=media([image(128, 96)], [(6, 8)]),
+        )
+        trained.forward_logprobs(collate([row], pad_token_id=PAD_ID)).mean().backward()
+        trained.optimizer_step()
+        engine.update_weights(trained.state_dict_for_engine(), version, in_flight=True)
+        (result,) = future.result()
+    late = tuple(s for s in result.outputs if [v for v, _, _ in s.weight_versions] == [version])
+    assert 0 < len(late) < 100
+    shown = media(asked.images, result.grids)
+    assert gap(trained, asked, dataclasses.replace(result, outputs=late), shown) < 5e-5
+    early = tuple(s for s in result.outputs if s not in late)
+    assert gap(trained, asked, dataclasses.replace(result, outputs=early), shown) > 1e-3
+
+
 def test_drained_update_waits_for_running_and_holds_back_later_requests(synced):
     engine, policy = synced
     version = engine.version()
@@ -464,6 +491,25 @@ def test_engine_has_no_children_and_listens_on_loopback_only(engine):
     assert me.children(recursive=True) == []
     listening = {c.laddr.ip for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1"}
+
+
+def test_failing_step_answers_every_caller(config, monkeypatch):
+    """A failure that is nobody's request ends the engine: waiting calls learn why, later ones at once."""
+    broken = EngineActor(config)
+    broken.start()
+    monkeypatch.setattr(broken._engine, "step", lambda: 1 / 0)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(broken.generate, [request()]) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                future.result()
+    with pytest.raises(EngineError, match="not running: ZeroDivisionError"):
+        broken.generate([request()])
+    with pytest.raises(EngineError, match="not running"):
+        broken.version()
+    health = broken.health()
+    assert (health["alive"], health["num_running"]) == (False, 0)
+    broken.shutdown()
 
 
 def test_not_a_checkpoint_is_one_clear_error(tmp_path):

@@ -75,7 +75,7 @@ def test_foreign_directory_is_not_overwritten(tmp_path):
 
 
 def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_rl_ext.grpo.checkpoint.save_byte_tokenizer", lambda path: 1 / 0)
+    monkeypatch.setattr("nemo_rl_ext.grpo.tiny_model.save_byte_tokenizer", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build_tiny_checkpoint(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
