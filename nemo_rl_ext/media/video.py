@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clips, and lists of cached frames, as the frames that engine and trainer both use.
+
+The embedded engine is handed these frames with `DecodedVideo.engine_metadata()`, and the aligners decode the same
+way: one decode rule for both sides. Frames are bit-equal to vLLM's own OpenCV loader (vllm/multimodal/video.py),
+so that a rollout from an engine that decodes for itself aligns as well, given its frame indices.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_rl_ext.media.decoding import DecoderFailure, DecoderMissing, decoder
+from nemo_rl_ext.media.errors import MediaDecodeError, describe
+from nemo_rl_ext.media.images import hash_pixels, load_image
+from nemo_rl_ext.media.sampling import SamplingStyle, timestamps
+from nemo_rl_ext.media.sources import (
+    MediaPolicy,
+    check_num_bytes,
+    read_media_bytes,
+    reference_kind,
+    resolve_local,
+)
+
+Backend = Literal["decord", "torchcodec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoInfo:
+    """What a clip's container says about it."""
+
+    num_frames: int
+    """Declared; a damaged file holds fewer."""
+    fps: float
+    size: tuple[int, int]
+    """`(height, width)` in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodedVideo:
+    """The sampled frames of one clip."""
+
+    frames: np.ndarray
+    """uint8 `[frames, height, width, 3]`, RGB, C-contiguous."""
+    frame_indices: tuple[int, ...]
+    """Index within the clip of each frame; equal neighbours where a short clip repeats its frames."""
+    fps: float
+    """Average frames per second of the clip."""
+    total_num_frames: int
+    """Decodable frames of the clip."""
+    declared_num_frames: int
+    """Frames that its container declares; more than `total_num_frames` in a damaged file."""
+    content_hash: str
+    """BLAKE2b of the frames' shape and pixels, in hex."""
+    source: str
+    """The reference that it was read from."""
+    backend: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """`(height, width)` of every frame in pixels."""
+        return self.frames.shape[1], self.frames.shape[2]
+
+    @property
+    def timestamps(self) -> tuple[float, ...]:
+        """Seconds of each frame as the engine's prompt text has them (`sampling.timestamps`)."""
+        return timestamps(self.frame_indices, self.fps)
+
+    def engine_metadata(self) -> dict[str, Any]:
+        """The metadata that vLLM wants beside the frames, saying that they are sampled already."""
+        return {
+            "total_num_frames": self.total_num_frames,
+            "fps": self.fps,
+            "duration": self.total_num_frames / self.fps,
+            "video_backend": self.backend,
+            "frames_indices": list(self.frame_indices),
+            "do_sample_frames": False,
+        }
+
+
+def load_video(
+    ref: str,
+    policy: MediaPolicy,
+    *,
+    num_frames: int = 8,
+    temporal_patch_size: int = 1,
+    style: SamplingStyle = "nemotron_vl",
+    frame_indices: Sequence[int] | None = None,
+    backend: Backend = "decord",
+    timeout_s: float | None = None,
+    base_dir: Path | None = None,
+    where: str = "",
+) -> DecodedVideo:
+    """Decode sampled frames of a clip in a child process.
+
+    `frame_indices` takes exactly these frames instead of sampling, to re-make what an engine used. Where the
+    container promises more frames than it holds, sampling is repeated over those that decode. Raises
+    `MediaDecodeError` for a clip that cannot be used, a hang beyond `timeout_s` (the policy's by default) or a
+    crash of the decoder included; `ImportError` when the chosen decoder is not installed.
+    """
+    if frame_indices is not None and (not len(frame_indices) or min(frame_indices) < 0):
+        raise ValueError(f"frame_indices must be one or more non-negative indices, got {list(frame_indices)}")
+    reply, frames = _ask(
+        ref,
+        policy,
+        backend=backend,
+        timeout_s=timeout_s,
+        base_dir=base_dir,
+        where=where,
+        probe=False,
+        num_frames=int(num_frames),
+        temporal_patch_size=int(temporal_patch_size),
+        style=style,
+        frame_indices=None if frame_indices is None else [int(index) for index in frame_indices],
+    )
+    return DecodedVideo(
+        frames=frames,
+        frame_indices=tuple(reply["frame_indices"]),
+        fps=reply["fps"],
+        total_num_frames=reply["total_num_frames"],
+        declared_num_frames=reply["declared_num_frames"],
+        content_hash=hash_pixels(frames),
+        source=ref,
+        backend=backend,
+    )
+
+
+def probe_video(
+    ref: str,
+    policy: MediaPolicy,
+    *,
+    backend: Backend = "decord",
+    timeout_s: float | None = None,
+    base_dir: Path | None = None,
+    where: str = "",
+) -> VideoInfo:
+    """Frame count, rate and size of a clip; proves that it opens, not that all of it decodes."""
+    reply, _ = _ask(
+        ref, policy, backend=backend, timeout_s=timeout_s, base_dir=base_dir, where=where, probe=True
+    )
+    return VideoInfo(num_frames=reply["declared_num_frames"], fps=reply["fps"], size=tuple(reply["size"]))
+
+
+def load_frame_list(
+    refs: Sequence[str],
+    policy: MediaPolicy,
+    *,
+    frame_indices: Sequence[int] | None = None,
+    fps: float | None = None,
+    source: str = "",
+    base_dir: Path | None = None,
+    where: str = "",
+) -> DecodedVideo:
+    """A video whose frames were cached as images, in order.
+
+    Without `frame_indices` and `fps` the frames count one per second from 0, as NeMo-RL has it
+    (`build_cached_video_frame_metadata`). Raises `MediaDecodeError` for an unusable frame, or one of another size
+    than the first.
+    """
+    source = source or (refs[0] if refs else "")
+
+    def refuse(problem: str, advice: str) -> MediaDecodeError:
+        return MediaDecodeError(describe("frame list", source, where, problem, advice))
+
+    if not refs:
+        raise refuse("it lists no frames", "list at least one")
+    if (frame_indices is None) != (fps is None):
+        raise refuse("frame indices and frame rate must be given together", "give both or neither")
+    indices = (
+        tuple(range(len(refs))) if frame_indices is None else tuple(int(index) for index in frame_indices)
+    )
+    if len(indices) != len(refs):
+        raise refuse(f"{len(refs)} frames, but {len(indices)} frame indices", "give one index per frame")
+    if any(later < earlier for earlier, later in zip(indices, indices[1:], strict=False)):
+        raise refuse(f"frame indices go backwards: {list(indices)}", "list the frames in order")
+    images = [load_image(ref, policy, base_dir=base_dir, where=where) for ref in refs]
+    for position, image in enumerate(images):
+        if image.size != images[0].size:
+            problem = f"frame {position} is {image.size} and the first {images[0].size} (height, width)"
+            raise refuse(problem, "give all frames of a video one size")
+    frames = np.stack([image.pixels for image in images])
+    return DecodedVideo(
+        frames=frames,
+        frame_indices=indices,
+        fps=1.0 if fps is None else float(fps),
+        total_num_frames=indices[-1] + 1,
+        declared_num_frames=indices[-1] + 1,
+        content_hash=hash_pixels(frames),
+        source=source,
+        backend="frame_list",
+    )
+
+
+def _ask(
+    ref: str,
+    policy: MediaPolicy,
+    *,
+    backend: str,
+    timeout_s: float | None,
+    base_dir: Path | None,
+    where: str,
+    **request: Any,
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    with _as_file(ref, policy, base_dir, where) as path:
+        message = {"path": str(path), "backend": backend, "max_pixels": policy.max_pixels, **request}
+        try:
+            reply, frames = decoder().request(message, timeout_s or policy.timeout_s)
+        except DecoderMissing as error:
+            raise ImportError(f"{error}; install it or choose another video backend") from None
+        except DecoderFailure as error:
+            problem = f"expected a video, decoding failed: {error}"
+            raise MediaDecodeError(
+                describe("video", ref, where, problem, "replace or re-encode the file")
+            ) from None
+    if not reply["fps"] > 0:
+        problem = f"its frame rate is {reply['fps']}"
+        raise MediaDecodeError(describe("video", ref, where, problem, "re-encode the file"))
+    return reply, frames
+
+
+@contextmanager
+def _as_file(ref: str, policy: MediaPolicy, base_dir: Path | None, where: str) -> Iterator[Path]:
+    """Decoders want a path; anything that is not a local file becomes one for the time of the call."""
+    if reference_kind(ref, where=where) == "local":
+        path = resolve_local(ref, policy, base_dir, where=where)
+        check_num_bytes(path.stat().st_size, ref, policy, where)
+        yield path
+        return
+    data = read_media_bytes(ref, policy, base_dir, where=where)
+    descriptor, name = tempfile.mkstemp(prefix="nemo-rl-ext-", suffix=".video")
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(data)
+        yield Path(name)
+    finally:
+        os.unlink(name)
