@@ -283,6 +283,11 @@ class DataConfig(Block):
         default=False,
         description="Build the demo's manifests at the two data_path places when they are missing.",
     )
+    verify_media: bool = Field(
+        default=True,
+        description="Decode every image once before the run, so that a broken file stops it at once; when false, "
+        "its rows are masked and named as they come up.",
+    )
     shuffle: bool = Field(default=True, description="Shuffle the training prompts at every pass over them.")
     media_roots: list[ConfigPath] = Field(
         default_factory=list,

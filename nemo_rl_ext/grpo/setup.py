@@ -28,6 +28,7 @@ from nemo_rl_ext.guards.sampling import media_token_ban
 from nemo_rl_ext.manifest.demo import build_demo_manifest, score
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.sources import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 from nemo_rl_ext.rollout.pool import AlignerPool
@@ -72,6 +73,9 @@ def prepare(config: Config) -> Inputs:
     validation = None
     if config.data.validation is not None:
         validation = load_manifest(config.data.validation.data_path, policy=policy)
+    if config.data.verify_media:
+        for manifest in filter(None, (train, validation)):
+            verify_media(manifest)
     return Inputs(train=train, validation=validation, media_policy=policy)
 
 
@@ -141,6 +145,8 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
     owns_ray = not ray.is_initialized()
     if owns_ray:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray makes its workers nicer than the driver; here the engine is as busy a part of the step as the trainer.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             num_cpus=max(2, os.cpu_count() or 1) + config.grpo.media_alignment.num_aligners,

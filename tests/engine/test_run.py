@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded run as a whole: a real engine, real actors, real photographs, a few steps."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+pytestmark = pytest.mark.engine
+
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A tiny checkpoint and a demo manifest, shared by the runs of this module."""
+    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.manifest.demo import build_demo_manifest
+
+    folder = tmp_path_factory.mktemp("inputs")
+    build_tiny_checkpoint(folder / "checkpoint")
+    build_demo_manifest(folder, num_rows=40, num_validation_rows=6, seed=0)
+    return folder
+
+
+@pytest.fixture
+def configure(inputs, tmp_path):
+    from pathlib import Path
+
+    from nemo_rl_ext.grpo.config import load_config
+
+    def make(*overrides):
+        base = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
+        fixed = [
+            f"policy.model_name={inputs}/checkpoint",
+            f"data.train.data_path={inputs}/train.jsonl",
+            f"data.validation.data_path={inputs}/validation.jsonl",
+            "policy.build_tiny_checkpoint=false",
+            "data.build_demo_manifest=false",
+            f"logger.log_dir={tmp_path}/run",
+            f"grpo.max_num_steps={NUM_STEPS}",
+            "grpo.num_prompts_per_step=10",
+            "grpo.num_generations_per_prompt=4",
+            "grpo.val_at_start=false",
+            "grpo.val_period=0",
+            "checkpointing.save_period=2",
+            "logger.tensorboard_enabled=false",
+        ]
+        return load_config(base, [*fixed, *overrides])
+
+    return make
+
+
+def records(config):
+    return [json.loads(line) for line in (config.logger.log_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(config, **kwargs):
+    from nemo_rl_ext.grpo.loop import run_grpo
+
+    return run_grpo(config, console=Console(quiet=True), **kwargs)
+
+
+def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure):
+    config = configure("logger.tensorboard_enabled=true")
+    run(config)
+    steps = records(config)
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    for record in steps:
+        assert record["alignment/rows"] == record["train/num_rollouts"] == 40
+        assert record["train/num_sequences"] >= 40
+        assert record["train/weight_age"] <= 1
+        assert record["alignment/logprob_gap_matched_max"] < 0.1
+    assert sum(record["alignment/media_repaired"] for record in steps) > 0
+    repaired = [r["alignment/logprob_gap_repaired_mean"] for r in steps if "alignment/logprob_gap_repaired_mean" in r]
+    matched = [r["alignment/logprob_gap_matched_mean"] for r in steps]
+    assert max(repaired) < 3 * max(matched)
+    assert "eval/accuracy" in steps[-1]
+    assert list((config.logger.log_dir / "tensorboard").iterdir())
+    assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step_000002", "step_000003"]
+
+    longer = configure("grpo.max_num_steps=4")
+    run(longer, resume=True)
+    assert [record["step"] for record in records(longer)] == [1, 2, 3, 4]
+    assert not any(path.name.startswith(".") for path in config.checkpoint_dir.iterdir())
+
+
+def test_without_alignment_the_run_dies_as_users_know_it(configure):
+    with pytest.raises(ValueError, match=r"Got \d+ feature vectors for \d+ placeholder tokens.*enabled=true"):
+        run(configure("grpo.media_alignment.enabled=false", "data.shuffle=false"))
+
+
+def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch):
+    from nemo_rl_ext.grpo import loop
+
+    config = configure("grpo.max_num_steps=4", "checkpointing.enabled=false")
+    killed = {}
+
+    def sabotage(live):
+        """Kill the only aligner and the engine while a later step is being collected."""
+        engine_pid = live.engine.health()["pid"]
+        (aligner_pid,) = live.pool.pids()
+        while not (config.logger.log_dir / "metrics.jsonl").is_file():
+            time.sleep(0.01)
+        for name, pid in (("aligner", aligner_pid), ("engine", engine_pid)):
+            os.kill(pid, signal.SIGKILL)
+            killed[name] = pid
+
+    original = loop._train
+
+    def train(live, log, first_step):
+        thread = threading.Thread(target=sabotage, args=(live,), daemon=True)
+        thread.start()
+        record = original(live, log, first_step)
+        thread.join(timeout=60)
+        return record
+
+    monkeypatch.setattr(loop, "_train", train)
+    last = run(config)
+    assert set(killed) == {"aligner", "engine"}
+    assert last["rollout/engine_restarts"] >= 1
+    assert last["rollout/aligner_deaths"] >= 1
+    assert [record["step"] for record in records(config)] == [1, 2, 3, 4]
+    assert all(record["alignment/rows"] == 40 for record in records(config))
+    assert all(record["alignment/rows_masked"] == 0 for record in records(config))
+
+
+def test_nothing_is_left_running_after_a_failed_run(configure):
+    import psutil
+
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(ValueError, match="feature vectors"):
+        run(configure("grpo.media_alignment.enabled=false", "data.shuffle=false"))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        left = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.pid not in before and process.status() != psutil.STATUS_ZOMBIE
+        ]
+        if not left:
+            break
+        time.sleep(0.2)
+    assert not left
+
+
+def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, inputs, tmp_path):
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()[:10]]
+    media = tmp_path / "media"
+    media.mkdir()
+    for row in rows:
+        for messages in (row["responses_create_params"]["input"], *row.get("turns", [])):
+            for message in messages:
+                for part in message["content"]:
+                    if part["type"] == "input_image":
+                        source = inputs / part["image_url"]
+                        (media / source.name).write_bytes(source.read_bytes())
+                        part["image_url"] = f"media/{source.name}"
+    victim = media / next(
+        part["image_url"].removeprefix("media/")
+        for part in rows[3]["responses_create_params"]["input"][-1]["content"]
+        if part["type"] == "input_image"
+    )
+    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    manifest = tmp_path / "train.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = configure(
+        f"data.train.data_path={manifest}",
+        "data.verify_media=false",
+        "grpo.max_num_steps=1",
+        "checkpointing.enabled=false",
+        "data.shuffle=false",
+    )
+    record = run(config)
+    assert record["alignment/rows"] == 40
+    assert record["alignment/rows_masked"] == 4
+    assert record["alignment/reason/generation_failed"] == 4
+    (offence,) = [
+        json.loads(line)
+        for line in (config.logger.log_dir / "offences.jsonl").read_text().splitlines()
+        if json.loads(line)["reason"] == "generation_failed"
+    ]
+    assert victim.name in offence["story"]
+    assert "train.jsonl:4" in offence["story"]
