@@ -40,7 +40,7 @@ def run_grpo(config: Config, *, resume: bool = False, console: Console | None = 
             run.policy.load(_checkpoint(config.checkpoint_dir, first_step))
         log = RunLog(
             config.logger.log_dir,
-            first_step=first_step,
+            resume_from=first_step if resume else None,
             tensorboard=config.logger.tensorboard_enabled,
             console=console,
         )
@@ -76,7 +76,14 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
             waited = time.perf_counter() - started
             record = _account(groups, metrics, window)
             try:
-                record |= train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics)
+                record |= train_step(
+                    run.policy,
+                    groups,
+                    sampling=run.sampling,
+                    options=run.loss,
+                    metrics=metrics,
+                    history=history,
+                )
             except ValueError as error:
                 raise _explained(error, step, enabled=alignment.enabled) from error
             if history is not None:

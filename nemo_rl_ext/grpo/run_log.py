@@ -21,17 +21,19 @@ OFFENCES_FILE = "offences.jsonl"
 class RunLog:
     """The files of one run directory. Every step is one flat JSON object, `step` first."""
 
-    def __init__(self, run_dir: Path, *, first_step: int, tensorboard: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, resume_from: int | None, tensorboard: bool, console: Console | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.console = console or Console()
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, OFFENCES_FILE):
-            _forget_from(run_dir / name, first_step)
+            _keep_until(run_dir / name, resume_from)
         self._writer: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_from)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics."""
@@ -108,14 +110,14 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
     )
 
 
-def _forget_from(path: Path, first_step: int) -> None:
-    """Drop the lines of steps that a resumed run will write again, and a line that was cut."""
+def _keep_until(path: Path, step: int | None) -> None:
+    """Keep the lines up to a step that a resumed run continues from, or none; a line that was cut goes too."""
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines() if step is not None else ():
         try:
-            if json.loads(line)["step"] <= first_step:
+            if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError):
             continue

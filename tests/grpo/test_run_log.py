@@ -12,7 +12,7 @@ def lines(path):
 
 
 def test_every_step_is_one_flat_object_with_the_step_first(tmp_path):
-    log = RunLog(tmp_path, first_step=0, tensorboard=False, console=Console(quiet=True))
+    log = RunLog(tmp_path, resume_from=None, tensorboard=False, console=Console(quiet=True))
     log.step(1, {"train/loss": 0.5})
     log.step(2, {"train/loss": 0.25})
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
@@ -22,8 +22,10 @@ def test_every_step_is_one_flat_object_with_the_step_first(tmp_path):
 def test_a_resumed_run_forgets_the_steps_it_will_write_again_and_a_cut_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "tra')
-    RunLog(tmp_path, first_step=2, tensorboard=False)
+    RunLog(tmp_path, resume_from=2, tensorboard=False)
     assert [record["step"] for record in lines(path)] == [1, 2]
+    RunLog(tmp_path, resume_from=None, tensorboard=False)
+    assert lines(path) == []
 
 
 def test_the_alignment_line_names_masked_rows_and_both_gaps():

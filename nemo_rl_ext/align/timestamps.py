@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which frames a tubelet holds, read from the text that the engine wrote before its run.
+
+The form is `get_video_repl`'s (vllm/transformers_utils/processors/nano_nemotron_vl.py):
+`Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>...</img>`, tubelets joined by newlines,
+times being `index * int(1000 / fps) / 1000` with two decimals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FRAME = r"rame (\d{1,9}) sampled at (\d{1,9}\.\d\d) seconds"
+_LABEL = re.compile(rf"F{_FRAME}(?: and f{_FRAME})*: $")
+_ONE = re.compile(rf"[Ff]{_FRAME}")
+LONGEST_LABEL = 4096
+"""Characters before a run in which its label is looked for."""
+
+
+@dataclass(frozen=True)
+class TubeletLabel:
+    """What the text before a run says: frame numbers from 1, and their times as written."""
+
+    numbers: tuple[int, ...]
+    times: tuple[str, ...]
+
+
+def read_label(text: str) -> TubeletLabel | None:
+    """The label at the end of the text before a run, or None where the run is a still image's."""
+    match = _LABEL.search(text[-LONGEST_LABEL:])
+    if match is None:
+        return None
+    frames = _ONE.findall(match.group())
+    return TubeletLabel(tuple(int(number) for number, _ in frames), tuple(time for _, time in frames))
+
+
+def frame_indices(times: Sequence[str], fps: float, *, hint: Sequence[int] = ()) -> tuple[int, ...] | None:
+    """Indices of the frames that have these times in a clip of `fps`, or None where a time fits no frame.
+
+    Above 100 frames per second several frames share a written time; `hint` (the sampler's own indices) is then
+    followed where it fits, and None is returned where it does not.
+    """
+    duration_ms = int(1000 / fps) if fps > 0 else 0
+    if duration_ms < 1:
+        return None
+    out: list[int] = []
+    for place, time in enumerate(times):
+        guess = round(float(time) * 1000 / duration_ms)
+        reach = 1 + 10 // duration_ms
+        fits = [
+            index
+            for index in range(max(0, guess - reach), guess + reach + 1)
+            if f"{index * duration_ms / 1000:.2f}" == time
+        ]
+        if len(fits) > 1 and place < len(hint) and hint[place] in fits:
+            fits = [hint[place]]
+        if len(fits) != 1:
+            return None
+        out.append(fits[0])
+    return tuple(out)
