@@ -51,10 +51,6 @@ class GymError(RuntimeError):
     """Gym's servers do not start or have died: infrastructure, not data. One string."""
 
 
-class GymEndedEarly(GymError):
-    """Gym ended by itself before every server answered."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GymConfig:
     """What to start.
@@ -66,7 +62,7 @@ class GymConfig:
     model_name: the name that the endpoint knows its model by.
     run_dir: where Gym works and logs; kept.
     overrides: further `key=value` overrides of Gym's configuration.
-    start_timeout_s: seconds until every server must answer.
+    start_timeout_s: seconds until every server must answer; a start that fails is tried once more.
     """
 
     venv: Path
@@ -99,7 +95,7 @@ class GymServers:
         waiting: list[str] = ["head server"]
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise GymEndedEarly(
+                raise GymError(
                     f"Gym ended with status {self._process.returncode} while starting; {self._log_tail()}"
                 )
             if not self._urls:
@@ -150,8 +146,9 @@ def start_gym(config: GymConfig) -> Iterator[GymServers]:
         try:
             try:
                 servers.wait_until_ready(config.start_timeout_s)
-            except GymEndedEarly as error:
-                # Ray gives its own start 30 s, which an engine that starts on the same cores can use up
+            except GymError as error:
+                # Gym starts a Ray, which gives itself 30 s; an engine that starts on the same cores can use them up,
+                # and then Gym ends or, when only a part of Ray is missing, waits for ever
                 logger.warning("starting Gym once more: %s", error)
                 servers.close()
                 servers = _launch(gym, config, ray_dir)
