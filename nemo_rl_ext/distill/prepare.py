@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,8 @@ def prepare(config: DistillConfig) -> Prepared:
         raise DatasetError("no row is left to train on; every pair was skipped")
     if config.eval.iters and not eval_rows:
         raise DatasetError("no row is left to evaluate on; every pair was skipped")
+    for role, checkpoint in (("student", student), ("teacher", teacher)):
+        _require_positions(f"--{role} {checkpoint.path}", checkpoint, (*train_rows, *eval_rows), config)
     if any(row.images for row in (*train_rows, *eval_rows)) and teacher.family() != family:
         raise ValueError(
             f"the data have images, which student and teacher must see alike: --student {student.path} and "
@@ -159,6 +161,18 @@ def _documents(config, student, family, rules, problems, digest) -> tuple[list[R
             if (row.ids == family.grammar.context_id).any():
                 problems.add(row.where, "'text' spells an image context token, which no image fills")
     return rows, []
+
+
+def _require_positions(name: str, checkpoint: Checkpoint, rows: Sequence[Row], config: DistillConfig) -> None:
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(rows, key=lambda row: len(row.ids))
+    cp_size = config.train.cp_size
+    padded = -(-len(longest.ids) // cp_size) * cp_size
+    if limit is not None and padded > limit:
+        raise ValueError(
+            f"{longest.where}: the row has {padded} tokens, but {name} knows {limit} positions "
+            f"(max_position_embeddings); use --seq-length {limit // cp_size * cp_size} or less"
+        )
 
 
 def _require_file(path: Path) -> None:

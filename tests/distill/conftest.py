@@ -112,7 +112,7 @@ def run_on_ranks():
     """
 
     def run(
-        out: Path, configs: dict[str, DistillConfig], *, timeout_s: float = 240.0
+        out: Path, configs: dict[str, DistillConfig], *, timeout_s: float = 400.0
     ) -> dict[str, list[dict]]:
         out.mkdir()
         for name, config in configs.items():

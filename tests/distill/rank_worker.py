@@ -18,7 +18,7 @@ if __name__ == "__main__":
     for path in sorted(out.glob("*.json")):
         config = DistillConfig.model_validate_json(path.read_text())
         prepared = prepare(config)
-        ranks = parallel.start(config.train.cp_size, timeout_s=60)
+        ranks = parallel.start(config.train.cp_size, timeout_s=240)
         trainer = Trainer(config, prepared, ranks)
         rows = prepared.train_rows[: config.train.global_batch_size]
         result = trainer.accumulate(rows)

@@ -130,6 +130,17 @@ def test_a_prompt_longer_than_the_sequence(invoke, data, caplog):
     assert invoke(*data(records), "--seq-length", 32, "--train-iters", 1) is None
 
 
+def test_more_tokens_than_the_model_has_positions(invoke, data, text_models, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(text_models[1], short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    records = [PAIR, {"input": "p" * 100, "output": "ok"}]
+    message = invoke(*data(records), teacher=short)
+    assert "training.jsonl:2: the row has 103 tokens, but --teacher" in message
+    assert "--seq-length 64 or less" in message
+
+
 def test_swapped_vocabulary_ids_of_equal_size(invoke, data, text_models, tmp_path):
     teacher = tmp_path / "swapped"
     shutil.copytree(text_models[1], teacher)

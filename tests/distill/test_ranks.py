@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 # Rows 1 and 2 go to data-parallel rank 0 and have short answers, rows 3 and 4 to rank 1.
 UNEVEN = [
@@ -25,6 +25,29 @@ TERMS = {"loss__ce_weight": 0.3, "loss__hidden_weight": 0.1}
 CP = {"train__cp_size": 2}
 
 
+def build_sliding_window_model(out_dir, seed: int):
+    """A Mistral that attends to the last 12 tokens: fewer than a shard, and across its border."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from nemo_rl_ext.grpo.tokenizer import VOCAB_SIZE, save_byte_tokenizer
+
+    torch.manual_seed(seed)
+    config = MistralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=12,
+        initializer_range=0.2,
+    )
+    MistralForCausalLM(config).save_pretrained(out_dir)
+    save_byte_tokenizer(out_dir)
+    return out_dir
+
+
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory, text_models, vlm_models, config_in, run_on_ranks):
     """Configurations by name, and what two ranks made of each."""
@@ -33,12 +56,14 @@ def steps(tmp_path_factory, text_models, vlm_models, config_in, run_on_ranks):
     root = tmp_path_factory.mktemp("ranks")
     mamba = tuple(build_tiny_checkpoint(root / f"mamba{seed}", seed=seed, pattern="M*-") for seed in (1, 0))
     images = {"train__global_batch_size": 2}
+    windowed = tuple(build_sliding_window_model(root / f"window{seed}", seed) for seed in (1, 0))
     cases = {
         "dp": (text_models, UNEVEN, TERMS),
         "dp-micro-batch-2": (text_models, UNEVEN, {"train__micro_batch_size": 2}),
         "cp": (text_models, LATE, {**TERMS, **CP, "train__micro_batch_size": 2}),
         "cp-prompt-only-rank": (text_models, PROMPT_ONLY_RANK, {**TERMS, **CP}),
         "cp-checkpointing": (text_models, LATE, {**CP, "train__gradient_checkpointing": True}),
+        "cp-sliding-window": (windowed, LATE, {**CP, "train__micro_batch_size": 2}),
         "cp-replicated": (text_models, LATE, {**CP, "train__cp_forward": "replicated"}),
         "cp-mamba": (mamba, LATE, CP),
         "cp-images": (vlm_models, [PICTURE, NO_PICTURE], {**CP, **images}),
@@ -82,7 +107,7 @@ def test_data_parallel_ranks_equal_one(steps, make_trainer, name):
     assert high > 2 * low, "the split was meant to be uneven"
 
 
-@pytest.mark.parametrize("name", ["cp", "cp-checkpointing"])
+@pytest.mark.parametrize("name", ["cp", "cp-checkpointing", "cp-sliding-window"])
 def test_context_parallel_ranks_equal_one(steps, make_trainer, name):
     seen = check(steps, make_trainer, name)
     assert all(rank["sharded"] for rank in seen), "the forward pass itself must have been split"
