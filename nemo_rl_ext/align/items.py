@@ -17,26 +17,33 @@ class MediaItem:
     """One image or video of a turn, in prompt order.
 
     `size` is (height, width) in pixels after decoding. `load` returns uint8 RGB [frames, height, width, 3] and is
-    called only when pixels are needed; it raises `ValueError` or `OSError` when the file is broken.
-    `content_hash` identifies the decoded pixels, so that equal repairs are made once. `error` is set instead
-    when the item could not even be measured.
+    called only when pixels are needed: without arguments for an image, with the frame indices for a video. It
+    raises `ValueError` or `OSError` when the file is broken. `content_hash` identifies the content, so that equal
+    repairs are made once. `error` is set instead when the item could not even be measured.
+
+    For a video `frame_indices` are the frames that the training side sampled, counted in the clip's own frames,
+    of which there are `total_frames` at `fps` per second.
     """
 
     kind: MediaKind = "image"
     size: Size
     source: str
     content_hash: str = ""
-    load: Callable[[], np.ndarray] | None = field(default=None, compare=False, repr=False)
-    num_frames: int = 1
+    load: Callable[..., np.ndarray] | None = field(default=None, compare=False, repr=False)
     frame_indices: tuple[int, ...] = ()
     fps: float = 0.0
+    total_frames: int = 0
     error: str = ""
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.frame_indices) if self.kind == "video" else 1
 
     def pixels(self) -> np.ndarray:
         """Decode the item: uint8 RGB [frames, height, width, 3]."""
         if self.load is None:
             raise ValueError(f"{self.kind} {self.source} was described by its size alone and has no pixels to load")
-        frames = self.load()
+        frames = self.load(self.frame_indices) if self.kind == "video" else self.load()
         if frames.ndim != 4 or frames.shape[1:] != (*self.size, 3) or frames.dtype != np.uint8:
             raise ValueError(
                 f"{self.kind} {self.source}: expected uint8 pixels [frames, {self.size[0]}, {self.size[1]}, 3], "

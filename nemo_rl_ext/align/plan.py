@@ -11,6 +11,8 @@ from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import PlaceholderRuns, RunKind
+from nemo_rl_ext.align.shares import RunShare, label_problem, share_runs
+from nemo_rl_ext.align.timestamps import TubeletLabel, frame_indices
 from nemo_rl_ext.align.verdict import GridSource, MediaReport, Reason, TurnReport, Verdict
 
 MAX_ORDER_SEARCH = 64
@@ -35,6 +37,7 @@ def plan_turn(
     items: Sequence[MediaItem],
     family: MediaFamily,
     *,
+    labels: Sequence[TubeletLabel | None] | None = None,
     static_grids: Sequence[Grid] | None = None,
     captured: Sequence[Grid] | None = None,
     request: EngineRequest | None = None,
@@ -44,9 +47,11 @@ def plan_turn(
 ) -> TurnReport:
     """Judge every media item of a turn; never raises on what a rollout can contain.
 
-    `static_grids` are the grids of the tensors that the training side already has (default: what its processor
-    would choose), one per item; `captured` are the grids that the engine recorded for these items. The report is
-    neutral when any item is unproven, any run is not accounted for, or the caller already knows a `fault`.
+    `labels` are what the text before each run says of its frames (None for a still image's run); without them a
+    video is taken to have the frames that were sampled. `static_grids` are the grids of the tensors that the
+    training side already has (default: what its processor would choose), one per item; `captured` are the grids
+    that the engine recorded for these items. The report is neutral when any item is unproven, any run is not
+    accounted for, or the caller already knows a `fault`.
     """
     static = tuple(static_grids) if static_grids is not None else family.static_grids(items)
     counts = [family.num_runs(item) for item in items]
@@ -54,7 +59,16 @@ def plan_turn(
         grid.num_tokens(family.merge_size) for grid, count in zip(static, counts, strict=True) for _ in range(count)
     )
     found = tuple(runs.lengths.tolist())
-    fault = fault or _structure_fault(runs, items, sum(counts))
+    shares: list[RunShare] = []
+    fault = fault or _run_fault(runs, items)
+    if fault is None:
+        shared = share_runs(found, labels, items, counts)
+        if isinstance(shared, str):
+            videos = any(item.kind == "video" for item in items)
+            fault = (Reason.TUBELET_COUNT if videos else Reason.RUN_COUNT), shared
+        else:
+            shares = shared
+            fault = _empty_fault(runs, items)
     if fault is not None:
         reason, detail = fault
         media = _all_unalignable(items, static, counts, expected, found, reason)
@@ -69,42 +83,38 @@ def plan_turn(
             detail=detail,
         )
 
-    shares = _share(found, counts)
-    media = [
+    judged = [
         _judge(index, item, share, grid, family, captured[index] if captured is not None else None)
         for index, (item, share, grid) in enumerate(zip(items, shares, static, strict=True))
     ]
-    if any(report.verdict is Verdict.AMBIGUOUS for report in media) and request is not None:
-        media = _replay(media, items, family, request)
-    media = _suspect_order(media, items, family)
-    neutral = any(report.verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE) for report in media)
-    return TurnReport(row_id=row_id, turn=turn, media=tuple(media), expected=expected, found=found, neutral=neutral)
+    if any(report.verdict is Verdict.AMBIGUOUS for report in judged) and request is not None:
+        judged = _replay(judged, items, family, request)
+    judged = _suspect_order(judged, items, family)
+    neutral = any(report.verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE) for report in judged)
+    return TurnReport(row_id=row_id, turn=turn, media=tuple(judged), expected=expected, found=found, neutral=neutral)
 
 
-def _structure_fault(runs: PlaceholderRuns, items: Sequence[MediaItem], num_expected: int) -> tuple[Reason, str] | None:
-    """The first way in which a turn's runs cannot be its media's, or None."""
+def _run_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reason, str] | None:
+    """The first run that no engine writes for media, or None."""
     cut = [run for kind in (RunKind.UNOPENED, RunKind.UNCLOSED) for run in runs.of_kind(kind)]
     if cut:
         return Reason.TRUNCATED_RUN, f"the run at token {cut[0].offset} is {cut[0].kind.value}"
     bare = runs.of_kind(RunKind.BARE)
     if len(bare):
         tokens = "token" if bare.num_tokens == 1 else "tokens"
-        return (
-            Reason.BARE_CONTEXT,
-            f"{bare.num_tokens} context {tokens} outside any run, the first at {bare[0].offset}",
-        )
-    videos = any(item.kind == "video" for item in items)
-    if len(runs) != num_expected:
-        reason = Reason.TUBELET_COUNT if videos else Reason.RUN_COUNT
-        return reason, f"{num_expected} runs expected, {len(runs)} found"
-    empty = runs.of_kind(RunKind.EMPTY)
-    if len(empty):
-        pruned = videos and len(empty) < len(runs)
-        return (Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN), f"{len(empty)} empty runs"
+        return Reason.BARE_CONTEXT, f"{bare.num_tokens} context {tokens} outside any run, first at {bare[0].offset}"
     return None
 
 
-def _share(values: tuple[int, ...], counts: Sequence[int]) -> list[tuple[int, ...]]:
+def _empty_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reason, str] | None:
+    empty = runs.of_kind(RunKind.EMPTY)
+    if not len(empty):
+        return None
+    pruned = any(item.kind == "video" for item in items) and len(empty) < len(runs)
+    return (Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN), f"{len(empty)} of {len(runs)} runs are empty"
+
+
+def _split(values: tuple[int, ...], counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Hand out the values in order, `counts[i]` of them to item i."""
     source = iter(values)
     return [tuple(itertools.islice(source, count)) for count in counts]
@@ -121,7 +131,7 @@ def _all_unalignable(
     return tuple(
         _report(index, item, Verdict.UNALIGNABLE, grid, share_expected, share_found, reason=reason)
         for index, (item, grid, share_expected, share_found) in enumerate(
-            zip(items, static, _share(expected, counts), _share(found, counts), strict=True)
+            zip(items, static, _split(expected, counts), _split(found, counts), strict=True)
         )
     )
 
@@ -138,6 +148,7 @@ def _report(
     source: GridSource | None = None,
     reason: Reason | None = None,
     detail: str = "",
+    frames: tuple[int, ...] | None = None,
 ) -> MediaReport:
     return MediaReport(
         index=index,
@@ -153,46 +164,56 @@ def _report(
         reason=reason,
         detail=detail,
         num_frames=item.num_frames,
+        frames=frames,
     )
 
 
 def _judge(
-    index: int,
-    item: MediaItem,
-    found: tuple[int, ...],
-    static: Grid,
-    family: MediaFamily,
-    captured: Grid | None,
+    index: int, item: MediaItem, share: RunShare, static: Grid, family: MediaFamily, captured: Grid | None
 ) -> MediaReport:
     """One item against its own runs."""
-    expected = (static.num_tokens(family.merge_size),) * len(found)
+    expected = (static.num_tokens(family.merge_size),) * family.num_runs(item)
+    frames: tuple[int, ...] | None = None
 
     def conclude(verdict: Verdict, **facts) -> MediaReport:
-        return _report(index, item, verdict, static, expected, found, **facts)
+        return _report(index, item, verdict, static, expected, share.lengths, frames=frames, **facts)
+
+    def refuse(reason: Reason, detail: str) -> MediaReport:
+        return conclude(Verdict.UNALIGNABLE, reason=reason, detail=detail)
 
     def proven(grid: Grid, source: GridSource) -> MediaReport:
-        if grid == static:
+        other_frames = frames is not None and frames != item.frame_indices
+        if grid == static and not other_frames:
             return conclude(Verdict.MATCHED, grid=grid, source=source)
-        return conclude(Verdict.REPAIRED, grid=grid, source=source, reason=Reason.RESIZED)
+        reason = Reason.FRAMES_RESAMPLED if other_frames else Reason.RESIZED
+        return conclude(Verdict.REPAIRED, grid=grid, source=source, reason=reason)
 
     if item.error:
-        return conclude(Verdict.UNALIGNABLE, reason=Reason.DECODE_FAILED, detail=item.error)
-    if len(set(found)) != 1:
-        return conclude(Verdict.UNALIGNABLE, reason=Reason.FRAME_GRID, detail="the tubelets' runs differ in length")
-    length = found[0]
+        return refuse(Reason.DECODE_FAILED, item.error)
+    if item.kind == "video" and share.labels:
+        problem = label_problem(share.labels, family.frames_per_tubelet())
+        if problem:
+            return refuse(Reason.TUBELET_COUNT, problem)
+        times = [time for label in share.labels for time in label.times]
+        frames = frame_indices(times, item.fps, hint=item.frame_indices)
+        if frames is None or (item.total_frames and frames[-1] >= item.total_frames):
+            clip = f"a clip of {item.total_frames} frames at {item.fps:g} per second"
+            return refuse(Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}")
+    if len(set(share.lengths)) != 1:
+        return refuse(Reason.FRAME_GRID, "the tubelets' runs differ in length")
+    length = share.lengths[0]
     if captured is not None:
         if captured.num_tokens(family.merge_size) == length:
             return proven(captured, GridSource.CAPTURED)
-        detail = f"the captured grid {captured} has {captured.num_tokens(family.merge_size)} tokens"
-        return conclude(Verdict.UNALIGNABLE, reason=Reason.CAPTURE_DISAGREES, detail=detail)
+        tokens = captured.num_tokens(family.merge_size)
+        return refuse(Reason.CAPTURE_DISAGREES, f"the captured grid {captured} has {tokens} tokens")
     feasible = family.feasible_grids(item, length)
     if len(feasible) == 1:
         return proven(feasible[0], GridSource.STATIC if feasible[0] == static else GridSource.UNIQUE)
     if feasible:
         detail = f"grids {', '.join(map(str, feasible))} all have {length} tokens"
         return conclude(Verdict.AMBIGUOUS, reason=Reason.AMBIGUOUS_GRID, detail=detail)
-    detail = f"no patch budget gives this size {length} tokens"
-    return conclude(Verdict.UNALIGNABLE, reason=Reason.INFEASIBLE_LENGTH, detail=detail)
+    return refuse(Reason.INFEASIBLE_LENGTH, f"no patch budget gives this size {length} tokens")
 
 
 def _replay(
@@ -220,6 +241,7 @@ def _replay(
             grid=grid,
             source=GridSource.REPLAYED,
             reason=None if grid == report.static_grid else Reason.RESIZED,
+            frames=report.frames,
         )
         for report, grid in zip(media, grids, strict=True)
     ]
@@ -233,7 +255,7 @@ def _suspect_order(media: list[MediaReport], items: Sequence[MediaItem], family:
     out = list(media)
     for report in misfits:
         for other in media:
-            if other.index == report.index or len(other.found) != len(report.found):
+            if other.index == report.index or not other.found or len(other.found) != len(report.found):
                 continue
             fits = family.feasible_grids(items[report.index], other.found[0])
             fits_back = family.feasible_grids(items[other.index], report.found[0])

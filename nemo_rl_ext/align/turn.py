@@ -16,7 +16,8 @@ from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import EngineRequest, plan_turn
-from nemo_rl_ext.align.runs import find_runs
+from nemo_rl_ext.align.runs import PlaceholderRuns, find_runs
+from nemo_rl_ext.align.timestamps import LONGEST_LABEL, TubeletLabel, read_label
 from nemo_rl_ext.align.verdict import Reason, TurnReport, Verdict
 
 Render = Callable[[MediaItem, Grid], torch.Tensor]
@@ -66,6 +67,7 @@ def align_turn(
         runs,
         media,
         family,
+        labels=_labels(token_ids, runs, family) if any(item.kind == "video" for item in media) else None,
         static_grids=static_grids,
         captured=captured,
         request=request,
@@ -81,15 +83,39 @@ def align_turn(
 
     started = time.perf_counter()
     rendered: list[torch.Tensor] = []
-    for index, (item, item_report) in enumerate(zip(media, report.media, strict=True)):
+    used = [_as_used(item, item_report.frames) for item, item_report in zip(media, report.media, strict=True)]
+    for index, (item, item_report) in enumerate(zip(used, report.media, strict=True)):
         try:
             rendered.append((render or family.render)(item, item_report.grid))
         except (ValueError, OSError) as error:
             return _neutral(_decode_failed(report, index, error), family)
-    tensors = family.pack(media, [item.grid for item in report.media], rendered)
+    tensors = family.pack(used, [item.grid for item in report.media], rendered)
     assert tensors.num_features(family.merge_size) == report.num_context_tokens, str(report)
     report = dataclasses.replace(report, repair_ms=(time.perf_counter() - started) * 1e3)
     return AlignedTurn(tensors=tensors, report=report, changed=True)
+
+
+def _labels(
+    token_ids: Sequence[int] | np.ndarray | torch.Tensor, runs: PlaceholderRuns, family: MediaFamily
+) -> list[TubeletLabel | None] | None:
+    """What the text before each run says of its frames; None where the family cannot decode."""
+    ids = np.asarray(token_ids)
+    labels: list[TubeletLabel | None] = []
+    after = 0
+    for run in runs:
+        # The start token stands right before the first context token, and an empty run's offset is its end token.
+        start = max(run.offset - 1, after)
+        text = family.decode(ids[max(after, start - LONGEST_LABEL) : start].astype(int).tolist())
+        if text is None:
+            return None
+        labels.append(read_label(text))
+        after = run.offset + run.length
+    return labels
+
+
+def _as_used(item: MediaItem, frames: tuple[int, ...] | None) -> MediaItem:
+    """A video with the frames that the engine used in place of those that were sampled here."""
+    return item if frames is None else dataclasses.replace(item, frame_indices=frames)
 
 
 def _item_grids(

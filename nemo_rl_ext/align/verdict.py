@@ -101,7 +101,8 @@ _ADVICE = {
 class MediaReport:
     """What was concluded about one media item of a turn.
 
-    `expected` and `found` are run lengths in context tokens: one per image, one per video tubelet.
+    `expected` and `found` are run lengths in context tokens: one per image, one per video tubelet. `frames` are the
+    indices of the frames that the engine used, where they were read from the rollout.
     """
 
     index: int
@@ -117,6 +118,7 @@ class MediaReport:
     reason: Reason | None = None
     detail: str = ""
     num_frames: int = 1
+    frames: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         height, width = self.size

@@ -41,6 +41,14 @@ class MediaFamily(Protocol):
     @property
     def merge_size(self) -> int: ...
 
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """Token ids as text, special tokens kept; None where the family has no tokenizer at hand."""
+        ...
+
+    def frames_per_tubelet(self) -> int:
+        """Video frames that share one run."""
+        ...
+
     def num_runs(self, item: MediaItem) -> int:
         """Runs that the engine writes for an item: 1 for an image, one per tubelet for a video."""
         ...

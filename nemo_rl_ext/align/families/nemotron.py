@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.pixels import neutral_grids, patchify, resize_and_normalize
 from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.video_grids import VideoTiler
 
 START_TOKEN, CONTEXT_TOKEN, END_TOKEN = "<img>", "<image>", "</img>"
 RESERVED_TOKENS = 4
@@ -31,7 +34,9 @@ class Layout(enum.Enum):
     `imgs_sizes` int32 [images, 2] (height, width) in pixels, `num_frames` int64 [images]."""
     NATIVE = "native"
     """transformers' `nemotron_h_omni`: `pixel_values` [patches, 3 * patch_size**2] and `image_grid_hw` int64
-    [images, 2] (height, width) in patches."""
+    [images, 2] (height, width) in patches. With videos also `video_patches` [patches, 3 * patch_size**2], frame by
+    frame, `video_grid_thw` int64 [videos, 3] (frames, height, width), and `media_order` int64 [items]: 0 for an
+    image, 1 for a video, in prompt order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,8 @@ class NemotronFamily:
     processor_max_model_len: int = 0
     layout: Layout = Layout.REMOTE
     dtype: torch.dtype = torch.float32
+    video: VideoTiler | None = None
+    decoder: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_pretrained(
@@ -60,16 +67,27 @@ class NemotronFamily:
             ValueError: when a file is missing or lacks a value, naming both.
         """
         model_dir = Path(model_dir)
-        vocabulary = _vocabulary(model_dir)
-        return cls._from_parts(
+        vocabulary, decoder = _tokenizer(model_dir)
+        family = cls._from_parts(
             vocabulary, _read_json(model_dir / "preprocessor_config.json"), str(model_dir), layout, dtype
+        )
+        return dataclasses.replace(
+            family, decoder=decoder, video=_video_tiler(_read_json(model_dir / "config.json"), family.tiler)
         )
 
     @classmethod
     def from_processor(
-        cls, processor: Any, *, layout: Layout = Layout.REMOTE, dtype: torch.dtype = torch.float32
+        cls,
+        processor: Any,
+        *,
+        layout: Layout = Layout.REMOTE,
+        dtype: torch.dtype = torch.float32,
+        video: VideoTiler | None = None,
     ) -> NemotronFamily:
-        """Read a live transformers processor (`tokenizer` and `image_processor`), remote code or native."""
+        """Read a live transformers processor (`tokenizer` and `image_processor`), remote code or native.
+
+        Released processors do not carry the video settings; without `video` no clip can be aligned.
+        """
         image_processor = getattr(processor, "image_processor", processor)
         names = ("patch_size", "min_num_patches", "max_num_patches", "max_model_len", "downsample_ratio")
         config = {name: getattr(image_processor, name) for name in names if hasattr(image_processor, name)}
@@ -78,7 +96,10 @@ class NemotronFamily:
             value = getattr(image_processor, f"image_{short}", None) if value is None else value
             if value is not None:
                 config[f"norm_{short}"] = [float(number) for number in value]
-        return cls._from_parts(processor.tokenizer.get_vocab(), config, type(processor).__name__, layout, dtype)
+        family = cls._from_parts(processor.tokenizer.get_vocab(), config, type(processor).__name__, layout, dtype)
+        return dataclasses.replace(
+            family, video=video, decoder=lambda ids: processor.tokenizer.decode(list(ids), skip_special_tokens=False)
+        )
 
     @classmethod
     def _from_parts(
@@ -124,12 +145,31 @@ class NemotronFamily:
     def merge_size(self) -> int:
         return self.tiler.merge_size
 
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        return self.decoder(token_ids) if self.decoder is not None else None
+
+    def frames_per_tubelet(self) -> int:
+        return self._video().temporal_patch_size
+
+    def _video(self) -> VideoTiler:
+        if self.video is None:
+            raise ValueError(
+                "a video came up, but the family has no video settings (target patches, temporal patch size): give "
+                "NemotronFamily a VideoTiler"
+            )
+        return self.video
+
     def num_runs(self, item: MediaItem) -> int:
-        return 1
+        return self._video().num_tubelets(item.num_frames) if item.kind == "video" else 1
 
     def static_grids(self, items: Sequence[MediaItem]) -> tuple[Grid, ...]:
-        budgets = (self._static_budget(item.size, len(items)) for item in items)
-        return tuple(self.tiler.grid(item.size, budget) for item, budget in zip(items, budgets, strict=True))
+        num_images = sum(item.kind == "image" for item in items)
+        return tuple(
+            self._video().static_grid(item.size)
+            if item.kind == "video"
+            else self.tiler.grid(item.size, self._static_budget(item.size, num_images))
+            for item in items
+        )
 
     def _static_budget(self, size: Size, num_images: int) -> int:
         """The training processor's budget for each image of a call, in patches."""
@@ -141,45 +181,69 @@ class NemotronFamily:
         return max(min(available, limit) if limit else available, minimum)
 
     def feasible_grids(self, item: MediaItem, num_tokens: int) -> tuple[Grid, ...]:
-        return self.tiler.feasible_grids(item.size, num_tokens)
+        tiler = self._video() if item.kind == "video" else self.tiler
+        return tiler.feasible_grids(item.size, num_tokens)
 
     def joint_grids(self, sizes: Sequence[Size], max_model_len: int) -> tuple[Grid, ...] | None:
         return self.tiler.joint_grids(sizes, max_model_len - RESERVED_TOKENS)
 
     def render(self, item: MediaItem, grid: Grid) -> torch.Tensor:
-        """One image: [3, height, width] in the remote layout, [patches, 3 * patch_size**2] in the native one."""
+        """One item: [frames, 3, height, width] in the remote layout (an image without the first dimension),
+        [frames * patches, 3 * patch_size**2] in the native one."""
+        video = item.kind == "video"
         pixels = resize_and_normalize(
-            item.pixels()[:1],
+            item.pixels(),
             grid,
             patch_size=self.tiler.patch_size,
             mean=self.mean,
             std=self.std,
             dtype=self.dtype,
+            skip_equal_size=video,
         )
-        return patchify(pixels, self.tiler.patch_size) if self.layout is Layout.NATIVE else pixels[0]
+        if self.layout is Layout.NATIVE:
+            return patchify(pixels, self.tiler.patch_size)
+        return pixels if video else pixels[0]
 
     def pack(self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]) -> MediaTensors:
-        del items
-        return self._pack(tuple(grids), rendered)
+        runs = tuple(grid for item, grid in zip(items, grids, strict=True) for _ in range(self.num_runs(item)))
+        if self.layout is Layout.REMOTE:
+            frames = [tensor if tensor.ndim == 4 else tensor[None] for tensor in rendered]
+            counts = [item.num_frames for item in items]
+            return MediaTensors(grids=runs, values=self._remote(grids, frames, counts))
+        videos = [item.kind == "video" for item in items]
+        values: dict[str, torch.Tensor] = {}
+        if not all(videos):
+            values["pixel_values"] = _join(tensor for tensor, video in zip(rendered, videos, strict=True) if not video)
+            values["image_grid_hw"] = torch.tensor(
+                [grid for grid, video in zip(grids, videos, strict=True) if not video], dtype=torch.int64
+            )
+        if any(videos):
+            values["video_patches"] = _join(tensor for tensor, video in zip(rendered, videos, strict=True) if video)
+            values["video_grid_thw"] = torch.tensor(
+                [(item.num_frames, *grid) for item, grid in zip(items, grids, strict=True) if item.kind == "video"],
+                dtype=torch.int64,
+            )
+            values["media_order"] = torch.tensor(videos, dtype=torch.int64)
+        return MediaTensors(grids=runs, values=values)
 
-    def _pack(self, grids: tuple[Grid, ...], rendered: Sequence[torch.Tensor]) -> MediaTensors:
-        if self.layout is Layout.NATIVE:
-            pixels = torch.cat(list(rendered)) if len(rendered) > 1 else rendered[0]
-            values = {"pixel_values": pixels, "image_grid_hw": torch.tensor(grids, dtype=torch.int64)}
-            return MediaTensors(grids=grids, values=values)
-        height, width = (max(image.shape[axis] for image in rendered) for axis in (1, 2))
-        pixels = rendered[0].new_zeros(len(rendered), 3, height, width)
-        for row, image in zip(pixels, rendered, strict=True):
-            row[:, : image.shape[1], : image.shape[2]] = image
+    def _remote(
+        self, grids: Sequence[Grid], frames: Sequence[torch.Tensor], counts: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        height, width = (max(tensor.shape[axis] for tensor in frames) for axis in (2, 3))
+        pixels = frames[0].new_zeros(sum(counts), 3, height, width)
+        for target, tensor in zip(pixels.split(list(counts)), frames, strict=True):
+            target[:, :, : tensor.shape[2], : tensor.shape[3]] = tensor
         patch = self.tiler.patch_size
-        return MediaTensors(
-            grids=grids,
-            values={
-                "pixel_values": pixels,
-                "imgs_sizes": torch.tensor([(g.height * patch, g.width * patch) for g in grids], dtype=torch.int32),
-                "num_frames": torch.ones(len(grids), dtype=torch.int64),
-            },
-        )
+        sizes = [
+            (grid.height * patch, grid.width * patch)
+            for grid, count in zip(grids, counts, strict=True)
+            for _ in range(count)
+        ]
+        return {
+            "pixel_values": pixels,
+            "imgs_sizes": torch.tensor(sizes, dtype=torch.int32),
+            "num_frames": torch.tensor(counts, dtype=torch.int64),
+        }
 
     def neutral(self, run_lengths: Sequence[int]) -> MediaTensors:
         grids = tuple(
@@ -188,24 +252,56 @@ class NemotronFamily:
             for grid in neutral_grids(length, merge_size=self.merge_size, max_num_patches=self.tiler.max_num_patches)
         )
         patch = self.tiler.patch_size
-        blank = [torch.zeros(1, 3, g.height * patch, g.width * patch, dtype=self.dtype) for g in grids]
-        if self.layout is Layout.NATIVE:
-            return self._pack(grids, [patchify(image, patch) for image in blank])
-        return self._pack(grids, [image[0] for image in blank])
+        blank = [torch.zeros(1, 3, grid.height * patch, grid.width * patch, dtype=self.dtype) for grid in grids]
+        if self.layout is Layout.REMOTE:
+            return MediaTensors(grids=grids, values=self._remote(grids, blank, [1] * len(grids)))
+        values = {
+            "pixel_values": _join(patchify(image, patch) for image in blank),
+            "image_grid_hw": torch.tensor(grids, dtype=torch.int64),
+        }
+        return MediaTensors(grids=grids, values=values)
 
 
-def _vocabulary(model_dir: Path) -> Mapping[str, int]:
-    """Token -> id, from tokenizer.json where there is one, else through transformers."""
+def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    rows = list(tensors)
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _video_tiler(config: Mapping[str, Any], tiler: DynamicTiler) -> VideoTiler | None:
+    """The video settings of a checkpoint's vision configuration; None for a checkpoint that takes no video.
+
+    A square `video_target_img_size` stands for the patches that cover it, as in vLLM's `NanoNemotronVLProcessor`.
+    """
+    vision = config.get("vision_config") or {}
+    target = vision.get("video_target_num_patches")
+    if target is None and vision.get("video_target_img_size") is not None:
+        target = math.ceil(vision["video_target_img_size"] / tiler.patch_size) ** 2
+    if target is None:
+        return None
+    return VideoTiler(
+        patch_size=tiler.patch_size,
+        merge_size=tiler.merge_size,
+        target_num_patches=int(target),
+        maintain_aspect_ratio=bool(vision.get("video_maintain_aspect_ratio", False)),
+        temporal_patch_size=int(vision.get("video_temporal_patch_size", 1)),
+    )
+
+
+def _tokenizer(model_dir: Path) -> tuple[Mapping[str, int], Callable[[Sequence[int]], str]]:
+    """Token -> id and a decoder, from tokenizer.json where there is one, else through transformers."""
     path = model_dir / "tokenizer.json"
     if path.is_file():
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        tokenizer = Tokenizer.from_file(str(path))
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; a checkpoint directory with a tokenizer is expected")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True).get_vocab()
+    slow = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    return slow.get_vocab(), lambda ids: slow.decode(list(ids), skip_special_tokens=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
