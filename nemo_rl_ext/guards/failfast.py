@@ -306,7 +306,9 @@ def _say(text: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    for child in multiprocessing.active_children():
-        with suppress(Exception):
-            child.kill()
+    children = multiprocessing.active_children()
+    for step in (lambda child: child.kill(), lambda child: child.join(0.5)):
+        for child in children:
+            with suppress(Exception):
+                step(child)
     os._exit(code)
