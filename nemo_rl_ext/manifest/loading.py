@@ -212,9 +212,8 @@ def _media_faults(
         if media.ref not in known:
             known[media.ref] = _media_problem(media.ref, policy, base_dir)
         if known[media.ref]:
-            place = "responses_create_params.input" if media.turn == 0 else f"turns.{media.turn - 1}"
-            name = f"{place}.{media.message_index}.content.{media.part_index}"
-            faults.append(RowFault(file=row._file, line=row.line, field=name, problem=known[media.ref]))
+            problem = known[media.ref]
+            faults.append(RowFault(file=row._file, line=row.line, field=media.field, problem=problem))
     return faults
 
 

@@ -176,6 +176,12 @@ class MediaRef:
     frame_index: int | None = None
     fps: float | None = None
 
+    @property
+    def field(self) -> str:
+        """The path of its part within the row, dots between."""
+        place = "responses_create_params.input" if self.turn == 0 else f"turns.{self.turn - 1}"
+        return f"{place}.{self.message_index}.content.{self.part_index}"
+
 
 class ManifestRow(_Frozen):
     """One row; unknown keys are kept in `model_extra`."""

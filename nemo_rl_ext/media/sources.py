@@ -96,14 +96,14 @@ def resolve_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *
     if not roots:
         raise _refused(ref, where, "no directory is open for local media", "set roots in the media policy")
     try:
-        resolved = path.resolve(strict=True)
-        mode = resolved.stat().st_mode
+        resolved = path.resolve()
         inside = any(resolved.is_relative_to(Path(root).resolve()) for root in roots)
+        # The file is looked at only if it is inside: the answer tells nothing about what exists elsewhere.
+        mode = resolved.stat().st_mode if inside else 0
     except FileNotFoundError:
         raise _refused(ref, where, "no such file", "check the path or restore the file") from None
     except (OSError, ValueError, RuntimeError) as error:
         raise _unreadable(ref, where, error) from None
-    # The containment test comes first, so that the answer says nothing about files outside the roots.
     if not inside:
         listed = ", ".join(str(root) for root in roots)
         raise _refused(ref, where, f"it lies outside the media roots ({listed})", "move it or add its root")

@@ -44,6 +44,7 @@ def test_paths_and_urls(root):
 def test_the_base_directory_is_the_only_root_by_default(root):
     assert "outside the media roots" in refusal("../secret.bin", MediaPolicy(), root)
     assert "outside the media roots" in refusal(str(root.parent / "secret.bin"), MediaPolicy(), root)
+    assert "outside the media roots" in refusal("../no-such-file.bin", MediaPolicy(), root)
     assert "no directory is open" in refusal(str(root / "a.bin"), MediaPolicy())
     assert "relative path" in refusal("a.bin", MediaPolicy(roots=(root,)))
 
