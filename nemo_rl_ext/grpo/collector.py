@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,14 @@ from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.grpo.buffer import TrajectoryBuffer
 from nemo_rl_ext.grpo.engine_client import EngineClient
 from nemo_rl_ext.grpo.prompts import PromptRenderer, media_by_turn
-from nemo_rl_ext.grpo.requests import GenerationRequest, GenerationResult
+from nemo_rl_ext.grpo.requests import GenerationRequest, GenerationResult, VideoInput
 from nemo_rl_ext.grpo.rollouts import PromptGroup, Rollout, merge_static
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.rollout.aligner import MediaSource, StaticTurn, TurnRequest
+from nemo_rl_ext.rollout.aligner import StaticTurn, TurnRequest
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.pool import AlignerPool
 from nemo_rl_ext.rollout.provenance import attach_rollout_media, reattach_static_media
+from nemo_rl_ext.rollout.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn, Segment, UserTurn, to_segments
 
 logger = logging.getLogger(__name__)
@@ -62,9 +64,18 @@ class _Conversation:
     turns: list[EngineTurn] = field(default_factory=list)
     error: str = ""
 
-    def images(self) -> tuple[np.ndarray, ...]:
-        """The decoded images of every turn so far and of the one to come."""
-        return tuple(image for turn in self.static[: len(self.turns) + 1] for image in turn.images)
+    def media_inputs(self) -> tuple[tuple[np.ndarray, ...], tuple[VideoInput, ...]]:
+        """Decoded images and videos of every turn so far and of the one to come, each in prompt order."""
+        seen = [
+            (fact, pixels)
+            for turn in self.static[: len(self.turns) + 1]
+            for fact, pixels in zip(turn.facts, turn.pixels, strict=True)
+        ]
+        images = tuple(pixels for fact, pixels in seen if fact.kind == "image")
+        videos = tuple(
+            VideoInput(frames=pixels, metadata=_video_metadata(fact)) for fact, pixels in seen if fact.kind == "video"
+        )
+        return images, videos
 
 
 class Collector:
@@ -135,7 +146,7 @@ class Collector:
     def images_of(self, row: ManifestRow) -> tuple[np.ndarray, ...]:
         """The decoded images of a row, uint8 RGB [height, width, 3], in prompt order."""
         turns = self.pool.submit_static(media_by_turn(row)).result()
-        return tuple(image for turn in turns for image in turn.images)
+        return tuple(pixels for turn in turns for pixels in turn.pixels)
 
     def scores(self, rows: Sequence[ManifestRow], sampling: Sampling) -> list[float]:
         """The reward of one answer per row; 0 where nothing could be sampled."""
@@ -171,11 +182,13 @@ class Collector:
             first = batch[0]
             if turn:
                 first.prompt = self.renderer.following(first.row, turn, first.prompt, first.turns[-1].token_ids)
+            images, videos = first.media_inputs()
             requests.append(
                 GenerationRequest(
                     name=first.row.row_id,
                     prompt_token_ids=first.prompt,
-                    images=first.images(),
+                    images=images,
+                    videos=videos,
                     n=len(batch),
                     max_new_tokens=sampling.max_new_tokens,
                     temperature=sampling.temperature,
@@ -196,7 +209,7 @@ class Collector:
             conversation.error = result.error
             return
         output = result.outputs[index]
-        captured = tuple(Grid(*grid) for grid in result.grids) if self.options.captured else None
+        captured = self._captured(conversation, result) if self.options.captured else None
         conversation.turns.append(
             EngineTurn(
                 prompt_token_ids=result.prompt_token_ids,
@@ -208,6 +221,16 @@ class Collector:
             )
         )
 
+    def _captured(self, conversation: _Conversation, result: GenerationResult) -> tuple[Grid, ...] | None:
+        """The engine's grids in prompt order; it lists images and videos apart. None where the lists do not add up."""
+        images = iter([Grid(*grid) for grid in result.grids])
+        videos = iter([Grid(*grid[1:]) for grid in result.video_grids])
+        media = [source for turn in conversation.media[: len(conversation.turns) + 1] for source in turn]
+        counts = [sum(source.kind == kind for source in media) for kind in ("image", "video")]
+        if counts != [len(result.grids), len(result.video_grids)]:
+            return None
+        return tuple(next(videos if source.kind == "video" else images) for source in media)
+
     def _turn_requests(
         self, conversations: Sequence[_Conversation], segments: Sequence[Sequence[Segment]]
     ) -> tuple[list[TurnRequest], list[tuple[int, int, int]]]:
@@ -217,6 +240,7 @@ class Collector:
         places: list[tuple[int, int, int]] = []
         for index, (conversation, sequences) in enumerate(zip(conversations, segments, strict=True)):
             every = tuple(source for turn in conversation.media for source in turn)
+            facts = tuple(fact for turn in conversation.static for fact in turn.facts)
             for number, segment in enumerate(sequences):
                 by_message = {turn.message: turn for turn in segment.user_turns}
                 for place, message in enumerate(segment.message_log):
@@ -234,6 +258,7 @@ class Collector:
                             turn=turn.turn if turn is not None else segment.user_turns[-1].turn,
                             token_ids=message["token_ids"].numpy(),
                             media=media,
+                            facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
                             static_grids=self._static_grids(conversation, number, turn),
                             captured=turn.captured if turn is not None else None,
                             max_model_len=self.options.max_model_len if media else None,
@@ -304,6 +329,18 @@ class Collector:
             static_log = [_static_message(conversation, turn) for turn in segment.user_turns]
             views = {"input_message_log": segment.message_log[:1], "message_log": segment.message_log}
             reattach_static_media(views, static_log)
+
+
+def _video_metadata(fact: MediaFacts) -> dict[str, Any]:
+    """What vLLM wants to know of frames that are sampled already."""
+    return {
+        "total_num_frames": fact.total_frames,
+        "fps": fact.fps,
+        "duration": fact.total_frames / fact.fps,
+        "video_backend": "decord",
+        "frames_indices": list(fact.frame_indices),
+        "do_sample_frames": False,
+    }
 
 
 def _static_message(conversation: _Conversation, turn: UserTurn) -> dict:

@@ -91,7 +91,16 @@ def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:
         return None
     if len(present) == 1:
         return present[0]
+    values = [part.values for part in present]
+    if any("media_order" in value for value in values):
+        values = [
+            value
+            if "media_order" in value
+            else {**value, "media_order": torch.zeros(len(value["image_grid_hw"]), dtype=torch.int64)}
+            for value in values
+        ]
+    keys = dict.fromkeys(key for value in values for key in value)
     return MediaTensors(
         grids=tuple(grid for part in present for grid in part.grids),
-        values={key: torch.cat([part.values[key] for part in present]) for key in present[0].values},
+        values={key: torch.cat([value[key] for value in values if key in value]) for key in keys},
     )

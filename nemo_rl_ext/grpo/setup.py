@@ -216,6 +216,8 @@ def _aligner_config(config: Config, inputs: Inputs) -> AlignerConfig:
         layout=Layout.NATIVE,
         dtype=getattr(torch, config.policy.precision),
         cache_bytes=config.grpo.media_alignment.cache_bytes,
+        num_frames=config.data.video.num_frames,
+        video_backend=config.data.video.backend,
         trust_remote_code=config.policy.trust_remote_code,
     )
 

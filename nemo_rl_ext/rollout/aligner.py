@@ -8,7 +8,6 @@ once, when it starts; calls carry token ids and media references, results carry 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -25,33 +24,27 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
-from nemo_rl_ext.align.verdict import MediaKind
-from nemo_rl_ext.media.images import image_size, load_image
-from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes
+from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaSource:
-    """Where a media item comes from; `where` names its row and manifest line in errors."""
-
-    ref: str
-    kind: MediaKind = "image"
-    where: str = ""
+from nemo_rl_ext.rollout.reader import MediaFacts, MediaReader, MediaSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
     """One turn to align: its ids [tokens], its media in prompt order, and what is known about the engine.
 
-    `static_grids` are the grids of the static tensors that the driver holds for this turn, None where it holds
-    none. A matched turn then comes back without tensors.
+    `facts` are what was measured of the media before (one per item), so that a turn with nothing to repair touches
+    no file; without them each item is measured again. `static_grids` are the grids of the static tensors that the
+    driver holds for this turn, one per run, None where it holds none. A matched turn then comes back without
+    tensors. `earlier_media` and `later_media` are those of the same engine request before and after this turn's.
     """
 
     row_id: str
     turn: int
     token_ids: np.ndarray
     media: tuple[MediaSource, ...]
+    facts: tuple[MediaFacts, ...] | None = None
     static_grids: tuple[Grid, ...] | None = None
     captured: tuple[Grid, ...] | None = None
     max_model_len: int | None = None
@@ -61,13 +54,15 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticTurn:
-    """The static tensors of one turn and the decoded images they came from, or why there are none.
+    """The static tensors of one turn and the media they came from, or why there are none.
 
-    `images` are uint8 RGB [height, width, 3], for an engine that is handed pixels rather than references.
+    `pixels` are uint8 RGB [height, width, 3] of images and [frames, height, width, 3] of videos, for an engine that
+    is handed pixels rather than references; `facts` describe them.
     """
 
     tensors: MediaTensors | None
-    images: tuple[np.ndarray, ...] = ()
+    facts: tuple[MediaFacts, ...] = ()
+    pixels: tuple[np.ndarray, ...] = ()
     error: str = ""
 
 
@@ -81,6 +76,8 @@ class AlignerConfig:
     layout: Layout = Layout.NATIVE
     dtype: torch.dtype = torch.float32
     cache_bytes: int = 256 << 20
+    num_frames: int = 8
+    video_backend: Backend = "decord"
     trust_remote_code: bool = False
 
 
@@ -91,6 +88,13 @@ class RolloutAligner:
         self.config = config
         self.family = NemotronFamily.from_pretrained(config.model_dir, layout=config.layout, dtype=config.dtype)
         self.render = RenderCache(self.family, config.cache_bytes)
+        self.reader = MediaReader(
+            policy=config.media_policy,
+            base_dir=config.base_dir,
+            num_frames=config.num_frames,
+            frames_per_tubelet=self.family.video.temporal_patch_size if self.family.video is not None else 1,
+            backend=config.video_backend,
+        )
         self._image_processor: Any = None
 
     def pid(self) -> int:
@@ -105,19 +109,26 @@ class RolloutAligner:
         if not media:
             return StaticTurn(tensors=None)
         try:
-            images = [
-                load_image(source.ref, self.config.media_policy, base_dir=self.config.base_dir, where=source.where)
-                for source in media
-            ]
+            decoded = [self.reader.decode(source) for source in media]
         except (ValueError, OSError) as error:
             return StaticTurn(tensors=None, error=str(error))
-        processed = self._processor()(images=[image.pixels for image in images], return_tensors="pt")
+        facts = tuple(fact for fact, _ in decoded)
+        pixels = tuple(array for _, array in decoded)
+        items = [self.reader.item(source, fact, array) for source, (fact, array) in zip(media, decoded, strict=True)]
+        if self.config.layout is Layout.NATIVE and all(fact.kind == "image" for fact in facts):
+            tensors = self._processed(pixels)
+        else:
+            grids = self.family.static_grids(items)
+            rendered = [self.family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
+            tensors = self.family.pack(items, grids, rendered)
+        return StaticTurn(tensors=tensors, facts=facts, pixels=pixels)
+
+    def _processed(self, images: tuple[np.ndarray, ...]) -> MediaTensors:
+        """Images through the checkpoint's own processor, which knows nothing of any rollout."""
+        processed = self._processor()(images=list(images), return_tensors="pt")
         grids = tuple(Grid(*map(int, row)) for row in processed["image_grid_hw"].tolist())
         pixels = processed["pixel_values"].to(self.config.dtype)
-        values = {"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]}
-        return StaticTurn(
-            tensors=MediaTensors(grids=grids, values=values), images=tuple(image.pixels for image in images)
-        )
+        return MediaTensors(grids=grids, values={"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]})
 
     def _processor(self) -> Any:
         if self._image_processor is None:
@@ -140,7 +151,10 @@ class RolloutAligner:
         self, turn: TurnRequest, items: dict[MediaSource, MediaItem], shared: dict[Any, MediaTensors]
     ) -> AlignedTurn:
         started = time.perf_counter()
-        media = [self._item(source, items) for source in turn.media]
+        if turn.facts is None:
+            media = [self._item(source, items) for source in turn.media]
+        else:
+            media = [self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)]
         aligned = align_turn(
             turn.token_ids,
             media,
@@ -173,23 +187,6 @@ class RolloutAligner:
         )
 
     def _item(self, source: MediaSource, items: dict[MediaSource, MediaItem]) -> MediaItem:
-        """Measure a media item from its header; its pixels are decoded when a repair asks for them."""
         if source not in items:
-            items[source] = self._measure(source)
+            items[source] = self.reader.measure(source)
         return items[source]
-
-    def _measure(self, source: MediaSource) -> MediaItem:
-        policy = self.config.media_policy
-        name = source.ref if len(source.ref) <= 120 else f"{source.ref[:100]}... ({len(source.ref)} characters)"
-        try:
-            data = read_media_bytes(source.ref, policy, self.config.base_dir, where=source.where)
-            size = image_size(data, policy, where=source.where)
-        except (ValueError, OSError) as error:
-            return MediaItem(kind=source.kind, size=(1, 1), source=name, error=str(error))
-        return MediaItem(
-            kind=source.kind,
-            size=size,
-            source=name,
-            content_hash=hashlib.blake2b(data, digest_size=16).hexdigest(),
-            load=lambda: load_image(data, policy, where=f"{source.where} ({name})").pixels[None],
-        )

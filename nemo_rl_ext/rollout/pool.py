@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.align.plan import plan_turn
 from nemo_rl_ext.align.runs import find_runs
@@ -30,17 +31,28 @@ class AlignerPool:
     """Hands work to `num_aligners` actors, one call at a time each, and survives their deaths.
 
     `timeout_s` bounds one call; an actor that exceeds it is ended and counts as dead. Work that ends actors twice
-    becomes neutral turns, so no row is lost to it.
+    becomes neutral turns, so no row is lost to it. `aligner_class` is what the actors run, made with `config`;
+    `family` is the same family that they use, read from `config.model_dir` when None.
     """
 
-    def __init__(self, config: AlignerConfig, num_aligners: int, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        config: AlignerConfig,
+        num_aligners: int,
+        *,
+        timeout_s: float = 600.0,
+        aligner_class: type = RolloutAligner,
+        family: MediaFamily | None = None,
+    ) -> None:
         if num_aligners < 1:
             raise ValueError(f"an aligner pool needs at least one actor, got num_aligners={num_aligners}")
-        self.family = NemotronFamily.from_pretrained(config.model_dir, layout=config.layout, dtype=config.dtype)
+        self.family = family or NemotronFamily.from_pretrained(
+            config.model_dir, layout=config.layout, dtype=config.dtype
+        )
         self.deaths = 0
         self._config = config
         self._timeout_s = timeout_s
-        self._actor_class = ray.remote(num_cpus=0, max_restarts=0)(RolloutAligner)
+        self._actor_class = ray.remote(num_cpus=0, max_restarts=0)(aligner_class)
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._actors: list[Any] = []
         for _ in range(num_aligners):
@@ -63,6 +75,13 @@ class AlignerPool:
     def submit_align(self, turns: Sequence[TurnRequest]) -> Future[list[AlignedTurn]]:
         """Aligned turns, in the background; one result per request, in order, whatever happens to actors."""
         return self._threads.submit(self._align, list(turns))
+
+    def submit(self, method: str, work: Sequence[Any]) -> Future[list[Any]]:
+        """Another method of `aligner_class` over a list, in the background.
+
+        The future raises `AlignerDiedError` where actors died under the work, `AlignerFailedError` where one raised.
+        """
+        return self._threads.submit(self._call, method, list(work))
 
     def _static(self, turns: list[tuple]) -> list[StaticTurn]:
         try:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.media.sources import MediaPolicy
-from nemo_rl_ext.rollout.aligner import AlignerConfig, MediaSource, TurnRequest
+from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
+from nemo_rl_ext.rollout.reader import MediaSource
 
 pytestmark = pytest.mark.engine
 
@@ -70,7 +71,7 @@ def test_our_arithmetic_and_pixels_are_the_processors_own(pool, config):
 
     local = RolloutAligner(config)
     (turn,) = pool.submit_static([tuple(MediaSource(ref=name) for name in SIZES)]).result()
-    items = [local._item(MediaSource(ref=name), {}) for name in SIZES]
+    items = [local.reader.measure(MediaSource(ref=name)) for name in SIZES]
     grids = local.family.static_grids(items)
     assert grids == turn.tensors.grids
     ours = torch.cat([local.family.render(item, grid) for item, grid in zip(items, grids, strict=True)])

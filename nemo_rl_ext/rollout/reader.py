@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From media references to the items that alignment works on: measured first, decoded when pixels are needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemo_rl_ext.align.grids import Size
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.verdict import MediaKind
+from nemo_rl_ext.media.images import image_size, load_image
+from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes
+from nemo_rl_ext.media.video import Backend, DecodedVideo, load_frame_list, load_video
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSource:
+    """Where a media item comes from; `where` names its row and manifest line in errors.
+
+    A video is a file (`ref`) or a cached list of frame images (`frame_refs`, with their indices and rate where the
+    manifest gives them). `num_frames` frames are sampled from a file, or as many as the run's configuration says.
+    """
+
+    ref: str
+    kind: MediaKind = "image"
+    where: str = ""
+    frame_refs: tuple[str, ...] = ()
+    frame_indices: tuple[int, ...] | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The reference, shortened where it carries the data itself."""
+        return self.ref if len(self.ref) <= 120 else f"{self.ref[:100]}... ({len(self.ref)} characters)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaFacts:
+    """What was measured of a media item: enough to judge its runs without touching the file again."""
+
+    kind: MediaKind
+    size: Size
+    content_hash: str
+    frame_indices: tuple[int, ...] = ()
+    fps: float = 0.0
+    total_frames: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaReader:
+    """Reads media as a run is configured to."""
+
+    policy: MediaPolicy
+    base_dir: Path | None
+    num_frames: int
+    frames_per_tubelet: int
+    backend: Backend
+
+    def decode(self, source: MediaSource) -> tuple[MediaFacts, np.ndarray]:
+        """Facts and pixels: uint8 RGB [height, width, 3], or [frames, height, width, 3] of a video.
+
+        Raises:
+            ValueError: for a file that cannot be used, naming it and its row.
+        """
+        if source.kind == "video":
+            clip = self._video(source)
+            facts = MediaFacts(
+                kind="video",
+                size=clip.size,
+                content_hash=clip.content_hash,
+                frame_indices=clip.frame_indices,
+                fps=clip.fps,
+                total_frames=clip.total_num_frames,
+            )
+            return facts, clip.frames
+        data = read_media_bytes(source.ref, self.policy, self.base_dir, where=source.where)
+        image = load_image(data, self.policy, where=_place(source))
+        return MediaFacts(kind="image", size=image.size, content_hash=_digest(data)), image.pixels
+
+    def measure(self, source: MediaSource) -> MediaItem:
+        """An item from its header alone where the format allows it; one that cannot be read says so in `error`."""
+        try:
+            if source.kind == "video":
+                facts, frames = self.decode(source)
+                return self.item(source, facts, frames)
+            data = read_media_bytes(source.ref, self.policy, self.base_dir, where=source.where)
+            size = image_size(data, self.policy, where=_place(source))
+        except (ValueError, OSError) as error:
+            return MediaItem(kind=source.kind, size=(1, 1), source=source.name, error=str(error))
+        return self.item(source, MediaFacts(kind="image", size=size, content_hash=_digest(data)))
+
+    def item(self, source: MediaSource, facts: MediaFacts, pixels: np.ndarray | None = None) -> MediaItem:
+        """An item that decodes on demand, or serves `pixels` that were decoded already."""
+
+        def load_one() -> np.ndarray:
+            image = pixels if pixels is not None else self.decode(source)[1]
+            return image[None]
+
+        def load_frames(indices: Sequence[int]) -> np.ndarray:
+            if pixels is not None and tuple(indices) == facts.frame_indices:
+                return pixels
+            return self._video(source, indices).frames
+
+        return MediaItem(
+            kind=facts.kind,
+            size=facts.size,
+            source=source.name,
+            content_hash=facts.content_hash,
+            load=load_frames if facts.kind == "video" else load_one,
+            frame_indices=facts.frame_indices,
+            fps=facts.fps,
+            total_frames=facts.total_frames,
+        )
+
+    def _video(self, source: MediaSource, indices: Sequence[int] | None = None) -> DecodedVideo:
+        if source.frame_refs:
+            return self._frame_list(source, indices)
+        return load_video(
+            source.ref,
+            self.policy,
+            num_frames=source.num_frames or self.num_frames,
+            temporal_patch_size=self.frames_per_tubelet,
+            frame_indices=indices,
+            backend=self.backend,
+            base_dir=self.base_dir,
+            where=source.where,
+        )
+
+    def _frame_list(self, source: MediaSource, indices: Sequence[int] | None) -> DecodedVideo:
+        refs, listed = source.frame_refs, source.frame_indices or tuple(range(len(source.frame_refs)))
+        fps = source.fps or 1.0
+        if indices is not None:
+            missing = sorted(set(indices) - set(listed))
+            if missing:
+                raise ValueError(
+                    f"{_place(source)}: the engine used frames {missing[:4]}, which the cached list does not hold "
+                    f"(it holds {len(refs)} frames, {listed[0]} to {listed[-1]})"
+                )
+            refs = tuple(refs[listed.index(index)] for index in indices)
+            listed = tuple(indices)
+        return load_frame_list(
+            refs,
+            self.policy,
+            frame_indices=listed,
+            fps=fps,
+            source=source.name,
+            base_dir=self.base_dir,
+            where=source.where,
+        )
+
+
+def _place(source: MediaSource) -> str:
+    return f"{source.where} ({source.name})" if source.where else source.name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
