@@ -29,6 +29,9 @@ from nemo_rl_ext.grpo.requests import (
 from nemo_rl_ext.grpo.vllm_setup import configure, keep_weights_in_place, prepare_environment
 from nemo_rl_ext.guards.sampling import MediaTokenBan
 
+_MIN_BATCHED_TOKENS = 4096
+"""Prompt tokens that one step takes, at least."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rendered:
@@ -63,6 +66,10 @@ class VllmEngine:
             dtype=config.precision,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            # A seeded request whose prompt is cut into chunks kills vLLM on a CPU: after each chunk it rewinds
+            # the request's generator, and a CPU generator has no offset.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, config.max_model_len),
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             enforce_eager=config.enforce_eager,
             limit_mm_per_prompt={"image": config.limit_images, "video": config.limit_videos, "audio": 0},
@@ -74,8 +81,10 @@ class VllmEngine:
             trust_remote_code=config.trust_remote_code,
             seed=config.seed,
         )
-        # vLLM replaces torch.set_num_threads by a function that warns at every image.
+        # vLLM replaces torch.set_num_threads by a function that warns at every image, and dumps all pixels of
+        # all requests when a step fails.
         logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         self._engine = self._llm.llm_engine
         self.model = self._engine.model_executor.driver_worker.worker.model_runner.model
         packed = [name for name, value in self.model.named_parameters() if not value.numel()]
@@ -223,12 +232,11 @@ class VllmEngine:
     def _forget_encoder_outputs(self) -> None:
         """Drop image features that the old weights made, which waiting siblings of a request would reuse.
 
-        A request in the middle of its prompt still needs them, and has begun with the old weights anyway.
+        Running requests are past their prompts, which are never cut into chunks, and need them no more.
         """
         core = self._engine.engine_core.engine_core
-        if all(r.num_computed_tokens >= r.num_prompt_tokens for r in core.scheduler.running):
-            core.scheduler.reset_encoder_cache()
-            core.model_executor.reset_encoder_cache()
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
 
     def shutdown(self) -> None:
         """Abort running requests and release the engine."""

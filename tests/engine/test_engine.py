@@ -274,6 +274,19 @@ def test_equal_seeds_draw_equal_tokens(engine):
     assert len({tuple(sequence.token_ids.tolist()) for sequence in one.outputs}) == 3
 
 
+def test_more_prompt_tokens_than_a_step_takes_do_not_change_the_draws(synced):
+    """Seeded requests that wait for their turn draw what they draw alone."""
+    engine, policy = synced
+    asked = [request(image(300, 200, seed=i), n=8, seed=i, max_new_tokens=4) for i in range(12)]
+    crowded = engine.generate(asked)
+    assert sum(len(result.prompt_token_ids) * 8 for result in crowded) > 2 * 4096
+    for one, result in zip(asked[::5], crowded[::5], strict=True):
+        assert gap(policy, one, result, media(one.images, result.grids)) < 5e-5
+        (alone,) = engine.generate([one])
+        for left, right in zip(alone.outputs, result.outputs, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+
+
 def test_video_is_sized_per_frame_and_located(engine):
     frames = np.stack([np.asarray(image(80, 100, seed=i)) for i in range(5)])
     metadata = {"fps": 2.0, "frames_indices": [0, 1, 2, 3, 4], "total_num_frames": 5, "duration": 2.5}
