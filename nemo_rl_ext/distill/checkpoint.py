@@ -114,6 +114,9 @@ def _keep_config(source: Path, target: Path) -> None:
     config = json.loads(source.read_text(encoding="utf-8"))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float32"
     target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if "auto_map" in config:
+        for code in source.parent.glob("*.py"):
+            shutil.copyfile(code, target.parent / code.name)
 
 
 def restore_optimizer(

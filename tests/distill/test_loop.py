@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -204,6 +205,20 @@ def test_an_image_text_checkpoint_keeps_the_names_and_the_configuration_that_eng
     assert {**before, "dtype": "float32"} == after
     again = config.model_copy(update={"resume": True, "train": config.train.model_copy(update={"iters": 2})})
     assert math.isfinite(run(again).loss) and checkpoint.newest(tmp_path / "run").step == 2
+
+
+def test_tied_embeddings_survive_saving_and_resuming(text_models, make_config, tmp_path):
+    settings = transformers.AutoConfig.from_pretrained(text_models[0], tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "tied")
+    transformers.AutoTokenizer.from_pretrained(text_models[0]).save_pretrained(tmp_path / "tied")
+    models = (tmp_path / "tied", text_models[1])
+    config = make_config(models, RECORDS, train__iters=2, train__lr=1e-2, save_interval=1)
+    run(config)
+    last = read_metrics(tmp_path / "run")[1]["train/loss"]
+    shutil.rmtree(checkpoint.newest(tmp_path / "run").path)
+    assert run(config.model_copy(update={"resume": True})).loss == last
+    saved = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.newest(tmp_path / "run").model_dir)
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
 def test_evaluation_is_the_loss_on_the_held_out_rows(text_models, make_config, write_jsonl, tmp_path):
