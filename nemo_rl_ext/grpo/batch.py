@@ -14,14 +14,16 @@ TokenSet = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaTensors:
-    """Pixels of some images in transformers' `nemotron_h_omni` layout.
+    """Pixels of some images and videos in transformers' `nemotron_h_omni` layout, in prompt order.
 
-    `pixel_values` is `[num_patches, 3 * patch_size**2]`, the images one after the other; `image_grid_hw` is
-    `[num_images, 2] (height, width)` in patches.
+    `pixel_values` is `[num_patches, 3 * patch_size**2]`, the items one after the other, a clip frame by frame;
+    `image_grid_hw` is `[num_items, 2] (height, width)` in patches. `num_frames` is `[num_items]`: the frames of
+    a clip, 0 for a still image; None where all are images.
     """
 
     pixel_values: torch.Tensor
     image_grid_hw: torch.Tensor
+    num_frames: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +53,9 @@ class PolicyBatch:
     """Patches of all images, `[num_patches, 3 * patch_size**2]`."""
     image_grid_hw: torch.Tensor | None = None
     """Patch grids `(height, width)`, int64 `[num_images, 2]`."""
+    num_frames: torch.Tensor | None = None
+    """Frames of each item that is a clip, 0 for a still image, int64 `[num_images]`; None: all are images. What
+    is said of images here holds for clips too."""
     images_per_row: tuple[int, ...] = ()
     """Images in each row, in prompt order; empty means that no row has any."""
     image_index: torch.Tensor | None = None
@@ -75,9 +80,7 @@ class PolicyBatch:
             if value and len(value) != rows:
                 raise ValueError(f"{name}: expected one entry per row ({rows}), found {len(value)}")
         if self.sampled_mask is not None and self.sampled_mask.shape != (rows, seq - 1):
-            raise ValueError(
-                f"sampled_mask: expected [{rows}, {seq - 1}], found {tuple(self.sampled_mask.shape)}"
-            )
+            raise ValueError(f"sampled_mask: expected [{rows}, {seq - 1}], found {tuple(self.sampled_mask.shape)}")
         if (self.pixel_values is None) != (self.image_grid_hw is None):
             raise ValueError("pixel_values and image_grid_hw come together: one of them is missing")
         num_uses = sum(self.images_per_row)
@@ -86,6 +89,8 @@ class PolicyBatch:
                 raise ValueError(f"images_per_row names {num_uses} images but there are no pixel_values")
             return
         patches = self.image_grid_hw.prod(-1)
+        if self.num_frames is not None:
+            patches = patches * self.num_frames.clamp(min=1)
         if int(patches.sum()) != self.pixel_values.shape[0]:
             raise ValueError(
                 f"pixel_values hold {self.pixel_values.shape[0]} patches but image_grid_hw describes "
@@ -101,7 +106,7 @@ class PolicyBatch:
 
     def rows(self, start: int, stop: int) -> PolicyBatch:
         """Rows `start` to `stop` with the images they use, each once; the padded length stays."""
-        pixel_values = image_grid_hw = image_index = None
+        pixel_values = image_grid_hw = image_index = num_frames = None
         counts = self.images_per_row[start:stop]
         if sum(counts):
             first = sum(self.images_per_row[:start])
@@ -109,6 +114,7 @@ class PolicyBatch:
             uses = torch.arange(len(self.image_grid_hw)) if self.image_index is None else self.image_index
             kept, image_index = torch.unique(uses[wanted], return_inverse=True)
             image_grid_hw = self.image_grid_hw[kept]
+            num_frames = None if self.num_frames is None else self.num_frames[kept]
             at = self._patch_offsets
             pixel_values = torch.cat([self.pixel_values[at[i] : at[i + 1]] for i in kept.tolist()])
         return PolicyBatch(
@@ -116,6 +122,7 @@ class PolicyBatch:
             attention_mask=self.attention_mask[start:stop],
             pixel_values=pixel_values,
             image_grid_hw=image_grid_hw,
+            num_frames=num_frames,
             images_per_row=counts,
             image_index=image_index,
             sampled_mask=None if self.sampled_mask is None else self.sampled_mask[start:stop],
@@ -154,9 +161,7 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
         if row.sampled is not None:
             sampled = torch.as_tensor(row.sampled, dtype=torch.bool).reshape(-1)
             if len(sampled) != len(tokens):
-                raise ValueError(
-                    f"row {i}: the sampled mask has {len(sampled)} entries for {len(tokens)} tokens"
-                )
+                raise ValueError(f"row {i}: the sampled mask has {len(sampled)} entries for {len(tokens)} tokens")
             sampled_mask[i, : len(tokens) - 1] = sampled[1:]
 
     first_image: dict[int, int] = {}
@@ -179,6 +184,7 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
         attention_mask=attention_mask,
         pixel_values=torch.cat([media.pixel_values for media in unique]) if num_images else None,
         image_grid_hw=torch.cat(grids) if num_images else None,
+        num_frames=_num_frames(unique),
         images_per_row=tuple(images_per_row),
         image_index=torch.tensor(image_index, dtype=torch.int64) if num_images else None,
         sampled_mask=sampled_mask,
@@ -187,4 +193,16 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
             if any(row.allowed_token_ids is not None for row in rows)
             else ()
         ),
+    )
+
+
+def _num_frames(media: Sequence[MediaTensors]) -> torch.Tensor | None:
+    """Frames of every item, 0 for images; None where there is no clip at all."""
+    if all(item.num_frames is None for item in media):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(len(item.image_grid_hw), dtype=torch.int64) if item.num_frames is None else item.num_frames
+            for item in media
+        ]
     )

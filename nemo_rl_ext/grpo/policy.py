@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_ext.grpo.batch import PolicyBatch
 from nemo_rl_ext.grpo.checkpoint import CheckpointInfo, require_checkpoint
+from nemo_rl_ext.grpo.encode import encode_media
 from nemo_rl_ext.grpo.packing import pack_rows, restrict, unpack
 from nemo_rl_ext.grpo.policy_state import load_policy_state, save_policy_state
 from nemo_rl_ext.grpo.weights import LAYER_SCALE, to_engine_names
@@ -79,8 +80,7 @@ class Policy:
         info = require_checkpoint(path)
         if info.model_type != "nemotron_h_omni":
             raise ValueError(
-                f"{info.path / 'config.json'}: the policy needs model_type 'nemotron_h_omni', "
-                f"found {info.model_type!r}"
+                f"{info.path / 'config.json'}: the policy needs model_type 'nemotron_h_omni', found {info.model_type!r}"
             )
         dtype = getattr(torch, precision)
         model, loading = NemotronH_Omni_Reasoning_V3.from_pretrained(
@@ -155,9 +155,7 @@ class Policy:
             if temperature > 0:
                 logits = logits / temperature
         elif logprobs_mode != "raw_logprobs":
-            raise ValueError(
-                f"logprobs_mode: expected 'processed_logprobs' or 'raw_logprobs', found {logprobs_mode!r}"
-            )
+            raise ValueError(f"logprobs_mode: expected 'processed_logprobs' or 'raw_logprobs', found {logprobs_mode!r}")
         logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
         real = torch.arange(1, ids.shape[1])[None, :] < lengths[:, None]
         return unpack(logprobs, real, columns, batch)
@@ -170,9 +168,9 @@ class Policy:
         encoded = None
         features_per_row = torch.zeros(len(batch), dtype=torch.int64)
         if batch.pixel_values is not None:
-            output = self.model.get_image_features(batch.pixel_values, batch.image_grid_hw, return_dict=True)
+            features = encode_media(self.model, batch)
             index = torch.arange(len(batch.image_grid_hw)) if batch.image_index is None else batch.image_index
-            used = tuple(output.pooler_output[i] for i in index.tolist())
+            used = tuple(features[i] for i in index.tolist())
             # Encoded once, repeated for every row that shows the image; the forward still counts them all.
             encoded = {"image": BaseModelOutputWithPooling(pooler_output=used)}
             counts = torch.tensor(batch.images_per_row)
@@ -180,8 +178,7 @@ class Policy:
             features_per_row.index_add_(0, row_of_image, torch.tensor([len(feature) for feature in used]))
         elif context.any():
             raise ValueError(
-                f"Got 0 feature vectors for {int(context.sum())} placeholder tokens "
-                f"(id {self.model.image_token_id})"
+                f"Got 0 feature vectors for {int(context.sum())} placeholder tokens (id {self.model.image_token_id})"
             )
         logits = self.model(input_ids=ids, mm_encoder_outputs=encoded, use_cache=False).logits
         # The forward counts over the whole batch, where one row's surplus can hide another's lack.

@@ -92,15 +92,10 @@ def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:
     if len(present) == 1:
         return present[0]
     values = [part.values for part in present]
-    if any("media_order" in value for value in values):
-        values = [
-            value
-            if "media_order" in value
-            else {**value, "media_order": torch.zeros(len(value["image_grid_hw"]), dtype=torch.int64)}
-            for value in values
-        ]
-    keys = dict.fromkeys(key for value in values for key in value)
+    if any("num_frames" in value for value in values):
+        images = (torch.zeros(len(value["image_grid_hw"]), dtype=torch.int64) for value in values)
+        values = [{"num_frames": zeros, **value} for zeros, value in zip(images, values, strict=True)]
     return MediaTensors(
         grids=tuple(grid for part in present for grid in part.grids),
-        values={key: torch.cat([value[key] for value in values if key in value]) for key in keys},
+        values={key: torch.cat([value[key] for value in values]) for key in values[0]},
     )

@@ -128,9 +128,9 @@ def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, Med
     """Rows that share tensors share the object, so that the forward encodes them once."""
     tensors = []
     for values in sequence.media:
-        pixels, grids = values["pixel_values"].as_tensor(), values["image_grid_hw"].as_tensor()
+        pixels = values["pixel_values"].as_tensor()
         if id(pixels) not in media:
-            media[id(pixels)] = MediaTensors(pixel_values=pixels, image_grid_hw=grids)
+            media[id(pixels)] = MediaTensors(**{key: value.as_tensor() for key, value in values.items()})
         tensors.append(media[id(pixels)])
     return PolicyRow(
         token_ids=sequence.token_ids,

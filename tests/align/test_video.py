@@ -82,15 +82,14 @@ def features(tensors, layout, per_tubelet):
             total += steps * (height // 16) * (width // 16) // 4
             sizes = sizes[count:]
         return total
-    total = 0
-    if "image_grid_hw" in tensors.values:
-        total += int(tensors.values["image_grid_hw"].prod(1).sum()) // 4
-        assert tensors.values["pixel_values"].shape[0] == total * 4
-    if "video_grid_thw" in tensors.values:
-        grids = tensors.values["video_grid_thw"]
-        assert tensors.values["video_patches"].shape[0] == int(grids.prod(1).sum())
-        total += sum(-(-frames // per_tubelet) * height * width // 4 for frames, height, width in grids.tolist())
-    return total
+    grids = tensors.values["image_grid_hw"].tolist()
+    frames = tensors.values.get("num_frames", torch.zeros(len(grids), dtype=torch.int64)).tolist()
+    patches = sum(max(count, 1) * height * width for count, (height, width) in zip(frames, grids, strict=True))
+    assert tensors.values["pixel_values"].shape[0] == patches
+    return sum(
+        max(1, -(-count // per_tubelet)) * height * width // 4
+        for count, (height, width) in zip(frames, grids, strict=True)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,8 +117,7 @@ def test_other_frames_are_decoded_again_exactly(family_of, layout, used):
     assert aligned.report.reasons() == (Reason.FRAMES_RESAMPLED,)
     assert aligned.report.media[0].frames == used
     expected = family.render(dataclasses.replace(item, frame_indices=used), static.grids[0])
-    key = "pixel_values" if layout is Layout.REMOTE else "video_patches"
-    assert torch.equal(aligned.tensors.values[key], expected)
+    assert torch.equal(aligned.tensors.values["pixel_values"], expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,7 +147,7 @@ def test_images_and_videos_of_one_turn_keep_their_order(family_of, make_image, l
     assert aligned.tensors.grids == (first, video, video, Grid(22, 30), video)
     assert features(aligned.tensors, layout, 2) == ids.count(CONTEXT)
     if layout is Layout.NATIVE:
-        assert aligned.tensors.values["media_order"].tolist() == [0, 1, 0, 1]
+        assert aligned.tensors.values["num_frames"].tolist() == [0, 4, 0, 2]
     else:
         assert aligned.tensors.values["num_frames"].tolist() == [1, 4, 1, 2]
 

@@ -34,9 +34,8 @@ class Layout(enum.Enum):
     `imgs_sizes` int32 [images, 2] (height, width) in pixels, `num_frames` int64 [images]."""
     NATIVE = "native"
     """transformers' `nemotron_h_omni`: `pixel_values` [patches, 3 * patch_size**2] and `image_grid_hw` int64
-    [images, 2] (height, width) in patches. With videos also `video_patches` [patches, 3 * patch_size**2], frame by
-    frame, `video_grid_thw` int64 [videos, 3] (frames, height, width), and `media_order` int64 [items]: 0 for an
-    image, 1 for a video, in prompt order."""
+    [images, 2] (height, width) in patches. With videos the items of a turn stand in prompt order in the same two
+    tensors, a clip frame by frame, and `num_frames` int64 [items] counts each clip's frames, 0 for an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,20 +209,10 @@ class NemotronFamily:
             frames = [tensor if tensor.ndim == 4 else tensor[None] for tensor in rendered]
             counts = [item.num_frames for item in items]
             return MediaTensors(grids=runs, values=self._remote(grids, frames, counts))
-        videos = [item.kind == "video" for item in items]
-        values: dict[str, torch.Tensor] = {}
-        if not all(videos):
-            values["pixel_values"] = _join(tensor for tensor, video in zip(rendered, videos, strict=True) if not video)
-            values["image_grid_hw"] = torch.tensor(
-                [grid for grid, video in zip(grids, videos, strict=True) if not video], dtype=torch.int64
-            )
-        if any(videos):
-            values["video_patches"] = _join(tensor for tensor, video in zip(rendered, videos, strict=True) if video)
-            values["video_grid_thw"] = torch.tensor(
-                [(item.num_frames, *grid) for item, grid in zip(items, grids, strict=True) if item.kind == "video"],
-                dtype=torch.int64,
-            )
-            values["media_order"] = torch.tensor(videos, dtype=torch.int64)
+        values = {"pixel_values": _join(rendered), "image_grid_hw": torch.tensor(grids, dtype=torch.int64)}
+        if any(item.kind == "video" for item in items):
+            counts = [item.num_frames if item.kind == "video" else 0 for item in items]
+            values["num_frames"] = torch.tensor(counts, dtype=torch.int64)
         return MediaTensors(grids=runs, values=values)
 
     def _remote(
