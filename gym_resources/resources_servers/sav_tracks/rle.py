@@ -28,16 +28,9 @@ class Mask:
     ends: np.ndarray
 
     @cached_property
-    def _inside_before(self) -> np.ndarray:
-        """Foreground pixels before the end of each run."""
-        counts = np.diff(self.ends, prepend=0)
-        counts[::2] = 0
-        return np.cumsum(counts)
-
-    @property
     def area(self) -> int:
         """Foreground pixels."""
-        return int(self._inside_before[-1])
+        return int(np.diff(self.ends, prepend=0)[1::2].sum())
 
     def contains(self, row: np.ndarray, column: np.ndarray) -> np.ndarray:
         """Whether each pixel lies inside the region."""
@@ -57,17 +50,6 @@ class Mask:
         else:
             top, bottom = int((starts % self.height).min()), int((lasts % self.height).max()) + 1
         return int(first_column.min()), top, int(last_column.max()) + 1, bottom
-
-    def area_in(self, left: int, top: int, right: int, bottom: int) -> int:
-        """Foreground pixels inside a pixel rectangle (right and bottom exclusive)."""
-        if right <= left or bottom <= top:
-            return 0
-        columns = np.arange(left, right) * self.height
-        return int((self._before(columns + bottom) - self._before(columns + top)).sum())
-
-    def _before(self, pixel: np.ndarray) -> np.ndarray:
-        run = np.minimum(np.searchsorted(self.ends, pixel, side="right"), len(self.ends) - 1)
-        return self._inside_before[run] - np.where(run % 2 == 1, self.ends[run] - pixel, 0)
 
     def dense(self) -> np.ndarray:
         """Boolean `[height, width]`."""

@@ -16,13 +16,8 @@ from typing import Any
 
 import numpy as np
 from resources_servers.sav_tracks.answer import Answer, Problem, Shape, Track, parse_answer
-from resources_servers.sav_tracks.regions import (
-    GRID,
-    box_boundary_accuracy,
-    box_iou,
-    box_region_similarity,
-    grid_to_pixels,
-)
+from resources_servers.sav_tracks.boxes import box_boundary_accuracy, box_region_similarity
+from resources_servers.sav_tracks.regions import GRID, box_iou, grid_to_pixels
 from resources_servers.sav_tracks.truth import (
     GroundTruth,
     GroundTruthError,
@@ -207,7 +202,7 @@ def _metrics(
         found["success_auc"] = float((qualities[:, None] > SUCCESS_THRESHOLDS).mean())
     if claims.size:
         found["absence_recall"] = float(claims.mean())
-    if region_metrics and truth.task.shape is Shape.BOX and truth.boundaries:
+    if region_metrics and truth.task.shape is Shape.BOX and truth.regions:
         found["J"], found["F"] = _region_scores(truth, answer, matched)
         found["J&F"] = (found["J"] + found["F"]) / 2
     if named:
@@ -220,9 +215,9 @@ def _region_scores(truth: GroundTruth, answer: Answer, matched: dict[int, int]) 
 
     As in video object segmentation no prediction is an empty region: right where there is nothing to see.
     """
-    boundaries, numbers = truth.boundaries
+    regions, numbers = truth.regions
     nothing = np.zeros(truth.num_frames, dtype=bool)
-    boxes, of_mask, regions, num_right_absences, num_places = [], [], [], 0, 0
+    boxes, of_mask, num_right_absences, num_places = [], [], 0, 0
     for i, item in enumerate(truth.objects):
         if item.masks is None:
             continue
@@ -232,15 +227,11 @@ def _region_scores(truth: GroundTruth, answer: Answer, matched: dict[int, int]) 
         num_right_absences += int((item.scored & ~item.visible & ~placed).sum())
         frames = np.flatnonzero(item.scored & item.visible & placed)
         if frames.size:
-            pixels = grid_to_pixels(track.coordinates[frames], boundaries.height, boundaries.width)
-            regions += [
-                box_region_similarity(box, item.masks[t]) for box, t in zip(pixels, frames, strict=True)
-            ]
-            boxes.append(pixels)
+            boxes.append(grid_to_pixels(track.coordinates[frames], regions.height, regions.width))
             of_mask.append(numbers[i, frames])
-    region, boundary = float(np.sum(regions)), 0.0
+    similarity = accuracy = 0.0
     if boxes:
-        boundary = float(
-            box_boundary_accuracy(np.concatenate(boxes), np.concatenate(of_mask), boundaries).sum()
-        )
-    return (region + num_right_absences) / num_places, (boundary + num_right_absences) / num_places
+        pairs = np.concatenate(boxes), np.concatenate(of_mask)
+        similarity = float(box_region_similarity(*pairs, regions).sum())
+        accuracy = float(box_boundary_accuracy(*pairs, regions).sum())
+    return (similarity + num_right_absences) / num_places, (accuracy + num_right_absences) / num_places

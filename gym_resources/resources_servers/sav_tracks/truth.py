@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 from resources_servers.sav_tracks.answer import Shape
-from resources_servers.sav_tracks.regions import GRID, Boundaries
+from resources_servers.sav_tracks.boxes import TrueRegions
+from resources_servers.sav_tracks.regions import GRID
 from resources_servers.sav_tracks.rle import Mask, MaskError, decode
 
 MAX_FRAMES = 512
@@ -60,8 +61,8 @@ class GroundTruth:
     objects: tuple[TrueObject, ...]
 
     @cached_property
-    def boundaries(self) -> tuple[Boundaries, np.ndarray] | None:
-        """The masks' boundaries, traced on first use, and `[objects, frames]`, the number of each mask or -1."""
+    def regions(self) -> tuple[TrueRegions, np.ndarray] | None:
+        """The masks as J and F need them, prepared on first use, and `[objects, frames]`: each mask's number or -1."""
         numbers = np.full((len(self.objects), self.num_frames), -1)
         masks = []
         for index, item in enumerate(self.objects):
@@ -69,11 +70,11 @@ class GroundTruth:
                 if mask is not None:
                     numbers[index, frame] = len(masks)
                     masks.append(mask)
-        return (Boundaries.of(masks), numbers) if masks else None
+        return (TrueRegions.of(masks), numbers) if masks else None
 
     @cached_property
     def num_bytes(self) -> int:
-        """Estimate of the memory held, boundaries included whether or not they were traced."""
+        """Estimate of the memory held, regions included whether or not they were prepared."""
         total = _BYTES_PER_PLACE * self.num_frames * len(self.objects)
         for mask in (mask for item in self.objects for mask in item.masks or () if mask is not None):
             total += 2 * mask.ends.nbytes + mask.height * math.ceil(mask.width / 8) + 32 * mask.ends.size

@@ -2,17 +2,13 @@
 import numpy as np
 import pytest
 from resources_servers.sav_tracks.regions import (
-    Boundaries,
     boundary_accuracy,
     boundary_map,
     boundary_radius,
-    box_boundary_accuracy,
     box_iou,
-    box_region_similarity,
     grid_to_pixels,
     region_similarity,
 )
-from resources_servers.sav_tracks.rle import decode, encode
 
 
 def test_box_iou_of_known_boxes():
@@ -54,29 +50,3 @@ def test_a_shift_within_the_radius_costs_no_boundary_accuracy():
     assert radius == 7
     assert boundary_accuracy(mask, np.roll(mask, radius, axis=1)) == 1.0
     assert boundary_accuracy(mask, np.roll(mask, 4 * radius, axis=1)) < 1.0
-
-
-def test_closed_form_box_measures_equal_the_drawn_rectangles():
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        height, width = rng.integers(2, 90, 2)
-        masks, boxes, drawn = [], [], []
-        for _ in range(rng.integers(1, 9)):
-            mask = np.zeros((height, width), dtype=bool)
-            for _ in range(rng.integers(1, 4)):
-                top, left = rng.integers(0, height), rng.integers(0, width)
-                mask[top : top + rng.integers(1, 40), left : left + rng.integers(1, 40)] = True
-            left, right = np.sort(rng.integers(0, width + 1, 2)).tolist()
-            top, bottom = np.sort(rng.integers(0, height + 1, 2)).tolist()
-            masks.append(mask)
-            boxes.append([left, top, right, bottom])
-            drawn.append(np.zeros_like(mask))
-            drawn[-1][top:bottom, left:right] = True
-        truths = [decode(encode(mask), max_pixels=10_000) for mask in masks]
-        for box, truth, rectangle, mask in zip(boxes, truths, drawn, masks, strict=True):
-            assert box_region_similarity(np.array(box), truth) == region_similarity(rectangle, mask)
-        asked = rng.permutation(len(masks))[: rng.integers(1, len(masks) + 1)]
-        ours = box_boundary_accuracy(np.array(boxes)[asked], asked, Boundaries.of(truths))
-        assert ours.tolist() == pytest.approx(
-            [boundary_accuracy(drawn[i], masks[i]) for i in asked], abs=1e-12
-        )
