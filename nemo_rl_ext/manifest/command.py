@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,15 @@ def check(
     max_num_patches: Annotated[
         int, typer.Option(min=0, help="Most patches per image, without --model; 0 for no limit.")
     ] = 13312,
+    temporal_patch_size: Annotated[
+        int, typer.Option(min=1, help="Frames per tubelet of a clip, without --model.")
+    ] = 2,
+    video_num_patches: Annotated[
+        int, typer.Option(min=4, help="Patches per frame of a clip, without --model.")
+    ] = 1024,
+    video_backend: Annotated[
+        Literal["decord", "torchcodec"], typer.Option(help="What decodes clips.")
+    ] = "decord",
     media_root: Annotated[
         list[Path] | None,
         typer.Option(help="Directory that media may lie in; repeatable. The manifest's own by default."),
@@ -44,7 +53,7 @@ def check(
 
     from nemo_rl_ext.align.grids import DynamicTiler
     from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
-    from nemo_rl_ext.manifest.forecast import EngineModel, engine_from_checkpoint
+    from nemo_rl_ext.manifest.forecast import EngineModel, VideoShape, engine_from_checkpoint
     from nemo_rl_ext.media.sources import MediaPolicy
 
     limits = {} if max_pixels is None else {"max_pixels": max_pixels}
@@ -54,8 +63,11 @@ def check(
         engine = engine_from_checkpoint(model, **settings)
     else:
         tiler = DynamicTiler(16, 2, min_num_patches, max_num_patches)
-        engine = EngineModel(tiler=tiler, **settings)
-    config = CheckConfig(policy=policy, engine=engine, decode=decode, num_workers=workers)
+        video = VideoShape(temporal_patch_size=temporal_patch_size, target_num_patches=video_num_patches)
+        engine = EngineModel(tiler=tiler, video=video, **settings)
+    config = CheckConfig(
+        policy=policy, engine=engine, decode=decode, num_workers=workers, video_backend=video_backend
+    )
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("checking")

@@ -130,6 +130,10 @@ def decode(request: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     }
     if request["probe"]:
         return reply, None
+    if request["frame_indices"] and max(request["frame_indices"]) >= total:
+        return {
+            "error": f"frame {max(request['frame_indices'])} was asked for, but it has {total} frames"
+        }, None
     chosen = _choose(request, total, reader.fps)
     try:
         frames = reader.read(chosen)

@@ -3,7 +3,6 @@
 
 import http.server
 import threading
-import time
 
 import pytest
 
@@ -161,10 +160,8 @@ def test_limits_hold_while_streaming(server):
 def test_a_slow_drip_of_headers_ends_at_the_deadline(server):
     """Every single read is quick; without a deadline for the whole exchange this would never end."""
     policy = MediaPolicy(allow_remote=True, allow_private_addresses=True, timeout_s=0.3)
-    started = time.monotonic()
     with pytest.raises(MediaUnavailableError, match="timed out"):
         read_media_bytes(server.url + "/drip", policy)
-    assert time.monotonic() - started >= 0.3
 
 
 @pytest.mark.parametrize(
