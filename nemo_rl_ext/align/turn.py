@@ -36,6 +36,37 @@ class AlignedTurn:
     changed: bool
 
 
+def verify_turn(
+    token_ids: Sequence[int] | np.ndarray | torch.Tensor,
+    media: Sequence[MediaItem],
+    *,
+    family: MediaFamily,
+    static_grids: Sequence[Grid] | None = None,
+    captured: Sequence[Grid] | None = None,
+    request: EngineRequest | None = None,
+    row_id: str = "",
+    turn: int = 0,
+) -> TurnReport:
+    """Judge whether static media fit a turn's runs, before anything is attached and without touching a pixel.
+
+    `static_grids` holds one grid per item (default: what the training side's processor would choose). A report
+    whose items are all matched and that is not neutral says that the static tensors may be attached as they are;
+    any other report prints run counts, lengths, the first differing run, frames and sizes, and what to do.
+    """
+    runs = find_runs(token_ids, family.grammar)
+    return plan_turn(
+        runs,
+        media,
+        family,
+        labels=_labels(token_ids, runs, family) if any(item.kind == "video" for item in media) else None,
+        static_grids=static_grids,
+        captured=captured,
+        request=request,
+        row_id=row_id,
+        turn=turn,
+    )
+
+
 def align_turn(
     token_ids: Sequence[int] | np.ndarray | torch.Tensor,
     media: Sequence[MediaItem],
@@ -61,13 +92,11 @@ def align_turn(
     """
     if captured is not None and len(captured) != len(media):
         raise ValueError(f"captured grids must be one per media item: {len(captured)} for {len(media)} items")
-    runs = find_runs(token_ids, family.grammar)
     static_grids = _item_grids(static, media, family)
-    report = plan_turn(
-        runs,
+    report = verify_turn(
+        token_ids,
         media,
-        family,
-        labels=_labels(token_ids, runs, family) if any(item.kind == "video" for item in media) else None,
+        family=family,
         static_grids=static_grids,
         captured=captured,
         request=request,

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl_ext.guards.chat import mark_messages
+from nemo_rl_ext.guards.encode import SafeEncoder
 from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, MediaRef, Message, VideoPart
 from nemo_rl_ext.rollout.reader import MediaSource
 
@@ -17,12 +19,16 @@ _ANSWER = "\u241eanswer\u241e"
 
 
 class PromptRenderer:
-    """Renders rows with a checkpoint's own chat template. Ids are unexpanded: one context token per image."""
+    """Renders rows with a checkpoint's own chat template. Ids are unexpanded: one context token per image.
+
+    A manifest's text is content and never becomes a control token: `<image>` typed by a user is seven characters.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; a chat checkpoint is expected")
         self.tokenizer = tokenizer
+        self._encoder = SafeEncoder(tokenizer)
 
     def first(self, row: ManifestRow) -> np.ndarray:
         """Ids int32 [tokens] of the prompt of a row's first turn."""
@@ -44,10 +50,12 @@ class PromptRenderer:
         return np.concatenate((prompt, np.asarray(sampled, np.int32), suffix))
 
     def _text(self, chat: Sequence[dict[str, Any]]) -> str:
-        return self.tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
+        """The template's text over marked content; only `_ids` may read it."""
+        marked = mark_messages(self._encoder, chat)
+        return self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
 
-    def _ids(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+    def _ids(self, marked: str) -> np.ndarray:
+        return np.array(self._encoder.encode_marked(marked).ids, dtype=np.int32)
 
 
 def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.timestamps import frame_indices, read_label
-from nemo_rl_ext.align.turn import align_turn
+from nemo_rl_ext.align.turn import align_turn, verify_turn
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.align.video_grids import VideoTiler
 
@@ -194,6 +194,29 @@ def test_what_cannot_be_proven_is_refused_by_name(family_of, layout, name):
     assert sum(grid.num_tokens() for grid in aligned.tensors.grids) == ids.count(CONTEXT)
     text = str(aligned.report)
     for part in ("r5", "clip.mp4", "4 frames", "height 144 x width 176", DAMAGE[name].advice):
+        assert part in text
+
+
+def test_static_video_is_verified_before_any_attach_and_the_diagnostic_is_complete(family_of):
+    def never(indices):
+        raise AssertionError("verification must not decode")
+
+    family, item = family_of(), clip((0, 12, 24, 36), load=never)
+    (grid,) = family.static_grids([item])
+    good = tubelets(item.frame_indices, item.fps, 2, grid.num_tokens())
+    assert [m.verdict for m in verify_turn(good, [item], family=family).media] == [Verdict.MATCHED]
+    bad = tubelets((0, 12, 24, 36, 48, 60), item.fps, 2, 12, lengths=[grid.num_tokens(), 6, 6])
+    report = verify_turn(bad, [item], family=family, row_id="r9", turn=2)
+    assert report.first_mismatch == 1
+    text = str(report)
+    for part in (
+        "'r9'",
+        "turn 2",
+        "3 placeholder runs",
+        "first differing run: 1",
+        "4 frames",
+        "height 144 x width 176",
+    ):
         assert part in text
 
 
