@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a rollout where it is collected: static media, marks, static checks, metrics.
+
+Each function makes the replacement of one function of NeMo-RL out of the original, which still does its work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
+from nemo_rl_ext.integration.settings import MediaAlignmentSettings
+from nemo_rl_ext.integration.static_check import check_static_turn
+from nemo_rl_ext.rollout.errors import MaskedFractionError
+from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
+from nemo_rl_ext.rollout.provenance import (
+    ROLLOUT_MATCHED_MEDIA_KEY,
+    VIEWS,
+    attach_rollout_media,
+    consume_marks,
+    detach_media,
+    media_of,
+)
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+
+def reattach_respecting_marks(original: Callable[..., None]) -> Callable[..., None]:
+    """For `rollouts._reattach_static_multimodal_payloads_to_result`: one call visits both views of a rollout."""
+
+    def reattach(result: dict[str, Any], source_message_log: list[Message]) -> None:
+        logs = [result[view] for view in VIEWS if result.get(view)]
+        kept = _marked(logs)
+        original(result, source_message_log)
+        _restore(kept)
+        record: RolloutRecord | None = result.get(RECORD_KEY)
+        if record is not None:
+            _check_static(result, record, source_message_log)
+        consume_marks(message for log in logs for message in log)
+
+    return reattach
+
+
+def attach_respecting_marks(original: Callable[..., None]) -> Callable[..., None]:
+    """For `rollout_manager.attach_static_multimodal_payload`, which the single controller calls once per view.
+
+    The prompt's view shares its message with the first completion, and comes first; marks are consumed with the
+    view that also holds answers.
+    """
+
+    def attach(target_message_log: list[Message], source_message_log: list[Message]) -> None:
+        kept = _marked([target_message_log])
+        original(target_message_log, source_message_log)
+        _restore(kept)
+        if any(message.get("role") == "assistant" for message in target_message_log):
+            consume_marks(target_message_log)
+
+    return attach
+
+
+def _marked(logs: Sequence[list[Message]]) -> list[tuple[Message, dict[str, Any]]]:
+    found = {
+        id(message): message for log in logs for message in log if message.get(ROLLOUT_MATCHED_MEDIA_KEY)
+    }
+    return [(message, media_of(message)) for message in found.values()]
+
+
+def _restore(kept: list[tuple[Message, dict[str, Any]]]) -> None:
+    for message, media in kept:
+        detach_media(message)
+        message.update(media)
+
+
+def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_log: list[Message]) -> None:
+    """Judge the turns that just got static media; a turn that does not fit becomes neutral, and says why."""
+    num_static = sum(
+        message.get("role") == "user" and bool(media_of(message)) for message in source_message_log
+    )
+    if not num_static and not record.has_video:
+        return
+    users = [message for message in result["message_log"] if message.get("role") == "user"]
+    reports = list(record.reports)
+    judged = {(report.turn, report.neutral) for report in reports}
+    for turn, message in enumerate(users[: max(num_static, 1)]):
+        if message.get(ROLLOUT_MATCHED_MEDIA_KEY):
+            continue
+        report = check_static_turn(
+            message,
+            family=record.family,
+            temporal_patch_size=record.temporal_patch_size,
+            row_id=record.row_id,
+            turn=turn,
+        )
+        if report is None:
+            continue
+        if report.neutral:
+            lengths = [length for length in report.found if length]
+            attach_rollout_media(message, record.family.neutral(lengths) if lengths else None)
+            full = result["full_result"]
+            full["instance_config"] = {**(full.get("instance_config") or {}), "mask_sample": True}
+            reports = [item for item in reports if item.turn != turn]
+        if report.neutral or (turn, False) not in judged:
+            reports.append(report)
+    result[RECORD_KEY] = _replace(record, reports=tuple(reports))
+
+
+def _replace(record: RolloutRecord, **changes: Any) -> RolloutRecord:
+    return RolloutRecord(
+        **{**{name: getattr(record, name) for name in record.__dataclass_fields__}, **changes}
+    )
+
+
+class RowLedger:
+    """Counts rows in one process: metrics per prompt group, the masked share over a window."""
+
+    def __init__(self, settings: MediaAlignmentSettings) -> None:
+        # Verdicts that the settings want raised were raised where they arose, in the actor.
+        self.metrics = AlignmentMetrics()
+        self.window = MaskedWindow(size=settings.masked_window, max_fraction=settings.max_masked_fraction)
+
+    def add(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
+        """The metrics of one prompt group.
+
+        Raises:
+            MaskedFractionError: when too many of the last rows are masked.
+        """
+        for record in records:
+            turns = [
+                AlignedTurn(tensors=None, report=report, changed=report.repaired) for report in record.reports
+            ]
+            masked = self.metrics.add_row(turns)
+            reasons = [reason for report in record.reports if report.neutral for reason in report.reasons()]
+            self.window.add(reasons, masked=masked)
+        flat = self.metrics.flush()
+        flat["alignment/bytes_shipped"] = float(sum(record.bytes_shipped for record in records))
+        # NeMo-RL averages each key over the prompt groups that have it: a reason must be there when it is zero.
+        return {f"alignment/reason/{reason.value}": 0.0 for reason in Reason} | flat
+
+
+_ledgers: list[RowLedger] = []
+
+
+def group_with_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `rollouts._postprocess_single_nemo_gym_group`: add the metrics, and zero neutral rows where flags are off."""
+
+    def postprocess(nemo_gym_rows: list[dict], results: list[dict], *args: Any, **kwargs: Any) -> Any:
+        records = [result.pop(RECORD_KEY, None) for result in results]
+        group = original(nemo_gym_rows, results, *args, **kwargs)
+        known = [record for record in records if record is not None]
+        if not known:
+            return group
+        if not kwargs.get("mask_env_flagged_samples", True):
+            _zero_loss(group.final_batch, [record is not None and record.neutral for record in records])
+        if not _ledgers:
+            _ledgers.append(RowLedger(known[0].settings))
+        group.rollout_metrics.update(_ledgers[0].add(known))
+        return group
+
+    return postprocess
+
+
+def _zero_loss(batch: Mapping[str, Any], neutral: list[bool]) -> None:
+    if any(neutral):
+        multiplier = batch["loss_multiplier"].clone()
+        for row, is_neutral in enumerate(neutral):
+            if is_neutral:
+                multiplier[row] = 0
+        batch["loss_multiplier"] = multiplier
+
+
+def typed_masked_fraction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a masked-share stop into NeMo-RL's data failure, which is not retried as if the fleet were at fault."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except MaskedFractionError as error:
+            from nemo_rl.experience.failures import RolloutDataFailure
+
+            raise RolloutDataFailure(str(error)) from None
+
+    return call

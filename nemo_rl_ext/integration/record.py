@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the NemoGym actor found out about one rollout, as it travels beside it to whoever collects rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.verdict import TurnReport
+from nemo_rl_ext.integration.settings import MediaAlignmentSettings
+
+RECORD_KEY = "_media_alignment"
+"""Key of a rollout result that holds its `RolloutRecord`; taken out before the result becomes a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout's reports, and what a process needs in order to judge static tensors against its tokens.
+
+    Unpickling a record installs the hooks in the process that receives it: that process is, by construction, one
+    that collects rollouts, and needs no hook of Ray's to be found.
+    """
+
+    row_id: str
+    reports: tuple[TurnReport, ...]
+    num_changed: int
+    bytes_shipped: int
+    has_video: bool
+    family: NemotronFamily
+    temporal_patch_size: int
+    settings: MediaAlignmentSettings
+
+    @property
+    def neutral(self) -> bool:
+        return any(report.neutral for report in self.reports)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, ({field.name: getattr(self, field.name) for field in fields(self)},)
+
+
+def _receive(values: dict[str, Any]) -> RolloutRecord:
+    from nemo_rl_ext.integration.install import install_in_process
+
+    install_in_process()
+    return RolloutRecord(**values)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block `grpo.media_alignment` of a NeMo-RL recipe, and the checks that a recipe must pass before it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+logger = logging.getLogger(__name__)
+
+BLOCK = "grpo.media_alignment"
+ACTOR_KEY = "media_alignment"
+"""Key of `env.nemo_gym` under which the settings travel to the NemoGym actor; the actor takes it out again before
+NeMo-Gym sees its configuration."""
+
+MEDIA_TOKENS = ("<img>", "<image>", "</img>")
+"""Words that the policy must not sample; every Nemotron VL tokenizer has each of them as one token."""
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot run as it is; one string that names the key, its value and what to write instead."""
+
+
+class MediaAlignmentSettings(BaseModel):
+    """`grpo.media_alignment`: make the training tensors fit the placeholder runs of each rollout."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = False
+    """Whether anything of this package is used. When false only the probe runs."""
+    on_ambiguous: Literal["mask", "raise"] = "mask"
+    """What happens to a row whose patch grid its tokens do not determine: keep it with zero loss, or stop."""
+    on_unalignable: Literal["mask", "raise"] = "mask"
+    """What happens to a row whose media cannot be made to fit its tokens."""
+    max_masked_fraction: float = Field(default=0.25, ge=0.0, le=1.0)
+    """The run stops with a diagnosis when a larger share of the rows in the window is masked."""
+    masked_window: int = Field(default=256, ge=1)
+    """Number of most recent rows over which `max_masked_fraction` is judged, once it is full."""
+    num_aligners: int = Field(default=2, ge=1)
+    """Processes that decode and resize beside the NemoGym actor, one core each while they work."""
+    aligner_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Longest time for one rollout's pixel work; a process that exceeds it is replaced."""
+    cache_bytes: int = Field(default=256 << 20, ge=0)
+    """Bytes of repaired tensors that each aligner keeps by (content hash, grid)."""
+    geometry_source: Literal["runs", "captured"] = "runs"
+    """Where patch grids come from: the rollout's placeholder runs alone, or the grids that the vLLM worker records
+    and returns beside the token ids, with the runs as fallback for rows that come without."""
+    ban_media_tokens: bool = True
+    """Add the media tokens to the engine's `bad_words`, so that the policy cannot sample a placeholder."""
+    media_roots: tuple[str, ...] = ()
+    """Directories that local media must lie in. Empty: the prompts' own files are read as NeMo-RL reads them, and
+    local files that a tool names are refused."""
+    allow_remote: bool = False
+    """Whether http(s) media are fetched, never from private addresses."""
+
+
+def settings_of(config: Any) -> MediaAlignmentSettings:
+    """The settings in a recipe: a mapping, an OmegaConf container or NeMo-RL's `MasterConfig`.
+
+    Raises:
+        RecipeError: for an unknown key or a value of the wrong type, naming both.
+    """
+    block = pick(config, BLOCK)
+    if block is None:
+        return MediaAlignmentSettings()
+    if not isinstance(block, Mapping) and not hasattr(block, "items"):
+        raise RecipeError(f"{BLOCK} must be a mapping such as {{enabled: true}}, got {block!r}")
+    try:
+        return MediaAlignmentSettings(**dict(block.items()))
+    except ValidationError as error:
+        known = ", ".join(MediaAlignmentSettings.model_fields)
+        faults = "; ".join(
+            f"{BLOCK}.{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {fault['input']!r}"
+            for fault in error.errors()
+        )
+        raise RecipeError(f"{faults}. Known keys: {known}") from None
+
+
+def pick(config: Any, path: str) -> Any:
+    """The value at a dotted path of mappings and objects, or None where any part is missing."""
+    for name in path.split("."):
+        if config is None:
+            return None
+        getter = getattr(config, "get", None)
+        config = getter(name) if callable(getter) else getattr(config, name, None)
+    return config
+
+
+def check_recipe(config: Any) -> None:
+    """Refuse a recipe under which alignment cannot hold, and say at start-up what it will do.
+
+    Raises:
+        RecipeError: with the key, its value, and the replacement.
+    """
+    _refuse_legacy_video_loader(config)
+    _refuse_pruning(config)
+    if not pick(config, "env.should_use_nemo_gym"):
+        raise RecipeError(
+            f"{BLOCK}.enabled needs rollouts through NeMo-Gym (env.should_use_nemo_gym: true): other rollout paths "
+            "of NeMo-RL generate from the trainer's own tensors, and there is nothing to align"
+        )
+    if not pick(config, "policy.is_vlm"):
+        raise RecipeError(
+            f"{BLOCK}.enabled needs policy.is_vlm: true, so that the NemoGym actor gets the model's processor"
+        )
+    backend = pick(config, "policy.generation.backend")
+    if backend != "vllm":
+        raise RecipeError(
+            f"{BLOCK}.enabled knows how vLLM expands media; policy.generation.backend is {backend!r}. "
+            "Use vllm, or switch the block off"
+        )
+    if pick(config, "env.should_mask_flagged_samples") is False:
+        logger.warning(
+            "env.should_mask_flagged_samples is false, so NeMo-RL ignores the flag on neutral rows: their loss "
+            "multiplier is set to 0 in the rollout batch instead. The single controller has no such place; do not "
+            "combine the two there"
+        )
+
+
+def _refuse_legacy_video_loader(config: Any) -> None:
+    path = "policy.generation.vllm_cfg.video_loader"
+    legacy = pick(config, path)
+    if legacy is not None:
+        raise RecipeError(
+            f"{path}={legacy!r} is no longer read by NeMo-RL and would be ignored without a word. Write "
+            "policy.generation.vllm_cfg.video: {sampling_style: nemotron_vl, num_frames: 32, temporal_patch_size: 2} "
+            "instead: it sets the frames of the engine and of the trainer together"
+        )
+
+
+_PRUNING_PATHS = (
+    "policy.generation.vllm_kwargs.video_pruning_rate",
+    "policy.generation.vllm_cfg.video_pruning_rate",
+    "policy.generation.vllm_kwargs.mm_processor_kwargs.video_pruning_rate",
+    "policy.generation.vllm_kwargs.hf_overrides.video_pruning_rate",
+    "policy.generation.vllm_kwargs.multimodal_config.video_pruning_rate",
+)
+
+
+def _refuse_pruning(config: Any) -> None:
+    for path in _PRUNING_PATHS:
+        rate = pick(config, path)
+        if rate:
+            raise RecipeError(
+                f"{path}={rate!r} lets the engine prune video tokens (EVS): the pruned frames cannot be trained on. "
+                "Set it to 0, or switch grpo.media_alignment off"
+            )
+
+
+def ban_media_tokens(config: Any) -> list[str]:
+    """Add the media tokens to every place that a Gym recipe takes `bad_words` from; returns those places.
+
+    NeMo-RL's own requests read `policy.generation.bad_words`; a Gym model server sends what its `extra_body` holds.
+    Both sides must compare log-probs from before the ban.
+
+    Raises:
+        RecipeError: when the engine reports log-probs from after the ban.
+    """
+    mode = pick(config, "policy.generation.vllm_cfg.logprobs_mode")
+    if mode != "raw_logprobs":
+        raise RecipeError(
+            f"policy.generation.vllm_cfg.logprobs_mode is {mode!r}: the engine would report log-probs from after the "
+            "ban on media tokens, which the trainer does not apply. Set it to raw_logprobs, or set "
+            f"{BLOCK}.ban_media_tokens: false"
+        )
+    places = []
+    generation = pick(config, "policy.generation")
+    generation["bad_words"] = _joined(generation.get("bad_words"))
+    places.append("policy.generation.bad_words")
+    gym = pick(config, "env.nemo_gym")
+    server = "policy_model.responses_api_models.vllm_model"
+    if pick(gym, "policy_model") is not None or any(
+        "/vllm_model/" in path for path in gym.get("config_paths") or ()
+    ):
+        for name in (*server.split("."), "extra_body"):
+            gym = gym.setdefault(name, {})
+        gym["bad_words"] = _joined(gym.get("bad_words"))
+        places.append(f"env.nemo_gym.{server}.extra_body.bad_words")
+    else:
+        logger.warning(
+            "no vllm_model server is configured under env.nemo_gym, so the ban on media tokens reaches only NeMo-RL's "
+            "own requests; give your model server bad_words %s",
+            list(MEDIA_TOKENS),
+        )
+    return places
+
+
+def _joined(words: Any) -> list[str]:
+    return list(dict.fromkeys((*(words or ()), *MEDIA_TOKENS)))

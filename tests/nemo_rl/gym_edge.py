@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where NeMo-Gym's servers would answer: rows say which placeholder runs the engine writes, results follow.
+
+Importable by Ray workers. Everything but `FakeGymEdge` is NeMo-RL's own.
+"""
+
+import asyncio
+import copy
+import sys
+
+import nemo_rl.environments.nemo_gym as nemo_gym
+import numpy as np
+import ray
+from PIL import Image
+
+START, CONTEXT, END = 3, 5, 4
+
+
+def picture(height, width, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def prompt_ids(runs):
+    ids = [6]
+    for run in runs:
+        ids += [START, *[CONTEXT] * run, END]
+    return [*ids, 9, 10]
+
+
+def image_row(urls, runs, **extra):
+    """A row whose rollout number k gets the runs `runs[k % len(runs)]`."""
+    content = [{"type": "input_text", "text": "look"}]
+    content += [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+    return {
+        "agent_ref": {"name": "agent"},
+        "responses_create_params": {"input": [{"role": "user", "content": content}]},
+        "edge_runs": runs,
+        **extra,
+    }
+
+
+def gym_result(row, runs, *, tool=None, sampled=(11, 12)):
+    """A rollout result; `tool=(url, runs)` adds a turn whose prompt brings one more image."""
+    prompt, sampled = prompt_ids(runs), list(sampled)
+    logprobs = [-0.1] * len(sampled)
+    output = [{"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": logprobs}]
+    if tool is not None:
+        url, tool_runs = tool
+        output.append({"role": "user", "content": [{"type": "input_image", "image_url": url}]})
+        longer = [*prompt, *sampled, *prompt_ids(tool_runs)]
+        output.append(
+            {"prompt_token_ids": longer, "generation_token_ids": [13], "generation_log_probs": [-0.3]}
+        )
+    messages = copy.deepcopy(row["responses_create_params"]["input"])
+    return {
+        "response": {
+            "agent_input": copy.deepcopy(messages),
+            "seed_obs": copy.deepcopy(messages),
+            "output": output,
+        },
+        "responses_create_params": {"input": messages},
+        "reward": float(row.get("_rowidx", 0) % 2),
+    }
+
+
+class FakeGymEdge:
+    """Stands where NeMo-Gym's rollout helper would call servers."""
+
+    def run_examples(self, examples, head_server_config):
+        async def answer(row):
+            await asyncio.sleep(0)
+            runs = row["edge_runs"][row["_rowidx"] % len(row["edge_runs"])]
+            tool = row.get("edge_tool")
+            result = gym_result(
+                row,
+                runs,
+                tool=(tool["url"], tool["runs"]) if tool else None,
+                sampled=row.get("edge_sampled", (11, 12)),
+            )
+            return row, result
+
+        return (answer(row) for row in examples)
+
+
+class AtTheEdge:
+    """Mixed into an actor class: no servers are started."""
+
+    def _spinup(self):
+        self.rh, self.rch, self.head_server_config = object(), FakeGymEdge(), None
+
+
+def edge_actor(name):
+    """A Ray actor class with NeMo-RL's options; `EdgeNemoGym` is NeMo-RL's own, `EdgeAlignedNemoGym` ours."""
+    return ray.remote(max_restarts=-1, max_task_retries=-1)(getattr(sys.modules[__name__], name))
+
+
+class EdgeNemoGym(AtTheEdge, nemo_gym.NemoGym.__ray_metadata__.modified_class):
+    pass
+
+
+def __getattr__(name):
+    # Only on demand: a run without the extension must not import it.
+    if name == "EdgeAlignedNemoGym":
+        from nemo_rl_ext.integration.actor import AlignedNemoGym
+
+        globals()[name] = type(name, (AtTheEdge, AlignedNemoGym), {"__module__": __name__})
+        return globals()[name]
+    raise AttributeError(name)
