@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,13 @@ from rich.console import Console
 
 from nemo_rl_ext.align.verdict import MediaReport
 from nemo_rl_ext.rollout.metrics import Offence
+from nemo_rl_ext.rollout.turn_samples import TurnSample
 
 METRICS_FILE = "metrics.jsonl"
 OFFENCES_FILE = "offences.jsonl"
+TURNS_FILE = "turns.jsonl"
+MAX_MEDIA, MAX_RUNS = 8, 64
+"""Media items and run lengths of one turn that are written out; what is left out is counted."""
 
 
 class RunLog:
@@ -27,7 +31,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = console or Console()
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, OFFENCES_FILE):
+        for name in (METRICS_FILE, OFFENCES_FILE, TURNS_FILE):
             _keep_until(run_dir / name, resume_from)
         self._writer: Any = None
         if tensorboard:
@@ -50,9 +54,13 @@ class RunLog:
             record |= {"row_id": offence.report.row_id, "turn": offence.report.turn}
         self._append(OFFENCES_FILE, record)
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+    def turns(self, step: int, samples: Iterable[TurnSample]) -> None:
+        """Append a step's choice of turns: which rows were repaired or masked, why, and what it took."""
+        self._append(TURNS_FILE, *(_turn_record(step, sample) for sample in samples))
+
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
         with open(self.run_dir / name, "a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record) + "\n")
+            handle.write("".join(json.dumps(record) + "\n" for record in records))
 
     def show(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Two lines per step: the training and what alignment did for it."""
@@ -72,17 +80,38 @@ class RunLog:
             self._writer.close()
 
 
+def _turn_record(step: int, sample: TurnSample) -> dict[str, Any]:
+    report = sample.report
+    return {
+        "step": step,
+        "row_id": report.row_id,
+        "turn": report.turn,
+        "rollouts": sample.rollouts,
+        "neutral": report.neutral,
+        "reasons": sorted({reason.value for reason in report.reasons()}),
+        "detail": report.detail,
+        "num_expected": sum(report.expected),
+        "num_found": sum(report.found),
+        "repair_ms": round(sample.repair_ms, 3),
+        "num_bytes": sample.num_bytes,
+        "num_media": len(report.media),
+        "media": [_media_record(item) for item in report.media[:MAX_MEDIA]],
+    }
+
+
 def _media_record(item: MediaReport) -> dict[str, Any]:
     return {
         "kind": item.kind,
         "source": item.source,
         "size": list(item.size),
         "verdict": item.verdict.value,
-        "expected": list(item.expected),
-        "found": list(item.found),
+        "expected": list(item.expected[:MAX_RUNS]),
+        "found": list(item.found[:MAX_RUNS]),
         "static_grid": None if item.static_grid is None else list(item.static_grid),
         "grid": None if item.grid is None else list(item.grid),
         "grid_source": None if item.grid_source is None else item.grid_source.value,
+        "reason": None if item.reason is None else item.reason.value,
+        "num_frames": item.num_frames,
     }
 
 

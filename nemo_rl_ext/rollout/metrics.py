@@ -12,6 +12,7 @@ from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import MediaAlignmentError, Reason, TurnReport, Verdict
 from nemo_rl_ext.rollout.errors import MaskedFractionError
+from nemo_rl_ext.rollout.turn_samples import TurnSample, TurnSamples
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class AlignmentMetrics:
         }
         self.first_offences: dict[Reason, Offence] = {}
         self._untold: list[Offence] = []
+        self._turns = TurnSamples()
+        self.turn_samples: list[TurnSample] = []
+        """A bounded choice of the turns of the step that was flushed last, for a run's `turns.jsonl`."""
         self._reset()
 
     def _reset(self) -> None:
@@ -86,6 +90,7 @@ class AlignmentMetrics:
         for aligned in turns:
             report = aligned.report
             masked |= report.neutral
+            self._turns.add(aligned)
             self._sums["turns"] += 1
             for item in report.media:
                 self._sums[f"media_{item.verdict.value}"] += 1
@@ -148,5 +153,6 @@ class AlignmentMetrics:
                 out[f"alignment/logprob_gap_{kind}_mean"] = sum(mean * count for mean, _, count in gaps) / tokens
                 out[f"alignment/logprob_gap_{kind}_max"] = max(maximum for _, maximum, _ in gaps)
         out |= {f"alignment/reason/{reason.value}": float(count) for reason, count in self._reasons.items()}
+        self.turn_samples = self._turns.take()
         self._reset()
         return out

@@ -3,8 +3,11 @@ import json
 
 from rich.console import Console
 
+from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.verdict import MediaReport, Reason, TurnReport, Verdict
 from nemo_rl_ext.grpo.loop import steps_of
 from nemo_rl_ext.grpo.run_log import RunLog, alignment_line
+from nemo_rl_ext.rollout.turn_samples import TurnSample
 
 
 def lines(path):
@@ -58,3 +61,30 @@ def test_the_order_of_rows_is_the_same_from_any_step_on():
     assert [
         row for _, batch in steps_of(rows, per_step=5, first=0, last=2, shuffle=False, seed=0) for row in batch
     ] == rows
+
+
+def test_turns_are_written_with_their_media_and_cut_where_they_are_long(tmp_path):
+    media = tuple(
+        MediaReport(
+            index=index,
+            kind="video",
+            size=(720, 1280),
+            source=f"{index}.mp4",
+            verdict=Verdict.REPAIRED,
+            expected=(256,) * 200,
+            found=(240,) * 200,
+            static_grid=Grid(24, 42),
+            grid=Grid(24, 40),
+            reason=Reason.RESIZED,
+        )
+        for index in range(20)
+    )
+    report = TurnReport(row_id="r1", turn=1, media=media, expected=(256,) * 4000, found=(240,) * 4000)
+    log = RunLog(tmp_path, resume_from=None, tensorboard=False, console=Console(quiet=True))
+    log.turns(7, [TurnSample(report=report, rollouts=8, repair_ms=12.5, num_bytes=100)])
+    (record,) = lines(tmp_path / "turns.jsonl")
+    assert (record["step"], record["row_id"], record["turn"], record["rollouts"]) == (7, "r1", 1, 8)
+    assert (record["reasons"], record["repair_ms"], record["num_media"]) == (["resized"], 12.5, 20)
+    assert (record["num_expected"], record["num_found"]) == (4000 * 256, 4000 * 240)
+    assert len(record["media"]) == 8 and len(record["media"][0]["found"]) == 64
+    assert (record["media"][0]["static_grid"], record["media"][0]["grid"]) == ([24, 42], [24, 40])
