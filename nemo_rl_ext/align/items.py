@@ -22,7 +22,8 @@ class MediaItem:
     repairs are made once. `error` is set instead when the item could not even be measured.
 
     For a video `frame_indices` are the frames that the training side sampled, counted in the clip's own frames,
-    of which there are `total_frames` at `fps` per second.
+    of which there are `total_frames` at `fps` per second. `max_num_tiles` is a row's own limit for families with
+    fixed tiles.
     """
 
     kind: MediaKind = "image"
@@ -33,6 +34,7 @@ class MediaItem:
     frame_indices: tuple[int, ...] = ()
     fps: float = 0.0
     total_frames: int = 0
+    max_num_tiles: int | None = None
     error: str = ""
 
     @property

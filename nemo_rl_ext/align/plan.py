@@ -55,9 +55,7 @@ def plan_turn(
     """
     static = tuple(static_grids) if static_grids is not None else family.static_grids(items)
     counts = [family.num_runs(item) for item in items]
-    expected = tuple(
-        grid.num_tokens(family.merge_size) for grid, count in zip(static, counts, strict=True) for _ in range(count)
-    )
+    expected = tuple(family.num_tokens(grid) for grid, count in zip(static, counts, strict=True) for _ in range(count))
     found = tuple(runs.lengths.tolist())
     shares: list[RunShare] = []
     fault = fault or _run_fault(runs, items)
@@ -172,7 +170,7 @@ def _judge(
     index: int, item: MediaItem, share: RunShare, static: Grid, family: MediaFamily, captured: Grid | None
 ) -> MediaReport:
     """One item against its own runs."""
-    expected = (static.num_tokens(family.merge_size),) * family.num_runs(item)
+    expected = (family.num_tokens(static),) * family.num_runs(item)
     frames: tuple[int, ...] | None = None
 
     def conclude(verdict: Verdict, **facts) -> MediaReport:
@@ -203,9 +201,9 @@ def _judge(
         return refuse(Reason.FRAME_GRID, "the tubelets' runs differ in length")
     length = share.lengths[0]
     if captured is not None:
-        if captured.num_tokens(family.merge_size) == length:
+        if family.num_tokens(captured) == length:
             return proven(captured, GridSource.CAPTURED)
-        tokens = captured.num_tokens(family.merge_size)
+        tokens = family.num_tokens(captured)
         return refuse(Reason.CAPTURE_DISAGREES, f"the captured grid {captured} has {tokens} tokens")
     feasible = family.feasible_grids(item, length)
     if len(feasible) == 1:
@@ -225,7 +223,7 @@ def _replay(
         return media
     grids = grids[request.first : request.first + len(media)]
     same_images = request.sizes[request.first : request.first + len(media)] == tuple(item.size for item in items)
-    lengths = [(grid.num_tokens(family.merge_size),) for grid in grids]
+    lengths = [(family.num_tokens(grid),) for grid in grids]
     if not same_images or lengths != [report.found for report in media]:
         return media
     return [

@@ -119,7 +119,7 @@ def align_turn(
         except (ValueError, OSError) as error:
             return _neutral(_decode_failed(report, index, error), family)
     tensors = family.pack(used, [item.grid for item in report.media], rendered)
-    assert tensors.num_features(family.merge_size) == report.num_context_tokens, str(report)
+    assert sum(map(family.num_tokens, tensors.grids)) == report.num_context_tokens, str(report)
     report = dataclasses.replace(report, repair_ms=(time.perf_counter() - started) * 1e3)
     return AlignedTurn(tensors=tensors, report=report, changed=True)
 

@@ -101,7 +101,13 @@ def _item_key(ref: MediaRef) -> tuple:
 def _source(row: ManifestRow, group: list[MediaRef]) -> MediaSource:
     first = group[0]
     if first.kind != "frame":
-        return MediaSource(ref=first.ref, kind=first.kind, where=row.where, num_frames=row.num_frames)
+        return MediaSource(
+            ref=first.ref,
+            kind=first.kind,
+            where=row.where,
+            num_frames=row.num_frames,
+            max_num_tiles=row.image_max_num_tiles,
+        )
     indices = tuple(ref.frame_index for ref in group)
     known = None not in indices and first.fps is not None
     return MediaSource(

@@ -23,7 +23,8 @@ class MediaSource:
     """Where a media item comes from; `where` names its row and manifest line in errors.
 
     A video is a file (`ref`) or a cached list of frame images (`frame_refs`, with their indices and rate where the
-    manifest gives them). `num_frames` frames are sampled from a file, or as many as the run's configuration says.
+    manifest gives them). `num_frames` frames are sampled from a file, or as many as the run's configuration
+    says. `max_num_tiles` is the row's own limit for fixed-tile families.
     """
 
     ref: str
@@ -33,6 +34,7 @@ class MediaSource:
     frame_indices: tuple[int, ...] | None = None
     fps: float | None = None
     num_frames: int | None = None
+    max_num_tiles: int | None = None
 
     @property
     def name(self) -> str:
@@ -116,6 +118,7 @@ class MediaReader:
             frame_indices=facts.frame_indices,
             fps=facts.fps,
             total_frames=facts.total_frames,
+            max_num_tiles=source.max_num_tiles,
         )
 
     def _video(self, source: MediaSource, indices: Sequence[int] | None = None) -> DecodedVideo:

@@ -53,6 +53,10 @@ class MediaFamily(Protocol):
         """Runs that the engine writes for an item: 1 for an image, one per tubelet for a video."""
         ...
 
+    def num_tokens(self, grid: Grid) -> int:
+        """Context tokens of a run on this grid."""
+        ...
+
     def static_grids(self, items: Sequence[MediaItem]) -> tuple[Grid, ...]:
         """The grid that the training side's processor gives each item on its own."""
         ...

@@ -161,6 +161,9 @@ class NemotronFamily:
     def num_runs(self, item: MediaItem) -> int:
         return self._video().num_tubelets(item.num_frames) if item.kind == "video" else 1
 
+    def num_tokens(self, grid: Grid) -> int:
+        return grid.num_tokens(self.merge_size)
+
     def static_grids(self, items: Sequence[MediaItem]) -> tuple[Grid, ...]:
         num_images = sum(item.kind == "image" for item in items)
         return tuple(

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families with fixed tiles (InternVL, Nemotron VL without dynamic resolution): still images only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_rl_ext.align.families.family import MediaTensors
+from nemo_rl_ext.align.fixed_tiles import FixedTiler
+from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.pixels import resize_and_normalize
+from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.verdict import MediaAlignmentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedTileFamily:
+    """One run per image of a whole number of tiles; tensors are `pixel_values` [tiles, 3, tile, tile] and
+    `num_patches` int64 [images], the tiles of each image with its thumbnail."""
+
+    grammar: Grammar
+    tiler: FixedTiler
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    dtype: torch.dtype = torch.float32
+    decoder: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def merge_size(self) -> int:
+        return self.tiler.merge_size
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        return self.decoder(token_ids) if self.decoder is not None else None
+
+    def frames_per_tubelet(self) -> int:
+        return 1
+
+    def num_runs(self, item: MediaItem) -> int:
+        if item.kind == "video":
+            raise ValueError(f"{item.source}: families with fixed tiles take still images, got a video")
+        return 1
+
+    def num_tokens(self, grid: Grid) -> int:
+        return self.tiler.num_tokens(grid)
+
+    def static_grids(self, items: Sequence[MediaItem]) -> tuple[Grid, ...]:
+        return tuple(self.tiler.grid(item.size, item.max_num_tiles) for item in items)
+
+    def feasible_grids(self, item: MediaItem, num_tokens: int) -> tuple[Grid, ...]:
+        return self.tiler.feasible_grids(item.size, num_tokens, item.max_num_tiles)
+
+    def joint_grids(self, sizes: Sequence[Size], max_model_len: int) -> tuple[Grid, ...] | None:
+        """Fixed tiles share no budget: nothing to replay."""
+        return None
+
+    def render(self, item: MediaItem, grid: Grid) -> torch.Tensor:
+        """One image as tiles [tiles, 3, tile, tile], row by row, the thumbnail last."""
+        pixels = item.pixels()[:1]
+        side, tile = self.tiler.patches_per_side, self.tiler.tile_size
+        whole = self._resize(pixels, grid)
+        rows, columns = grid.height // side, grid.width // side
+        tiles = whole.reshape(1, 3, rows, tile, columns, tile).permute(0, 2, 4, 1, 3, 5).reshape(-1, 3, tile, tile)
+        if self.tiler.use_thumbnail and rows * columns > 1:
+            tiles = torch.cat([tiles, self._resize(pixels, Grid(side, side))])
+        return tiles
+
+    def _resize(self, pixels, grid: Grid) -> torch.Tensor:
+        return resize_and_normalize(
+            pixels, grid, patch_size=self.tiler.patch_size, mean=self.mean, std=self.std, dtype=self.dtype
+        )
+
+    def pack(self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]) -> MediaTensors:
+        return self._pack(tuple(grids), rendered)
+
+    def _pack(self, grids: tuple[Grid, ...], tiles: Sequence[torch.Tensor]) -> MediaTensors:
+        counts = torch.tensor([len(image) for image in tiles], dtype=torch.int64)
+        return MediaTensors(grids=grids, values={"pixel_values": torch.cat(list(tiles)), "num_patches": counts})
+
+    def neutral(self, run_lengths: Sequence[int]) -> MediaTensors:
+        """Blank tiles, one feature per context token.
+
+        Raises:
+            MediaAlignmentError: when the tokens are no whole number of tiles: a fixed-tile tower can project to
+                no other count, so such a turn cannot enter the forward at all.
+        """
+        tokens, per_tile = sum(run_lengths), self.tiler.tokens_per_tile
+        if tokens % per_tile:
+            raise MediaAlignmentError(
+                f"{tokens} context tokens are no whole number of tiles of {per_tile} tokens: a model with fixed "
+                "tiles has no count-correct media for this turn; ban media tokens from sampling and raise the "
+                "context length so that no run is cut"
+            )
+        side, tile = self.tiler.patches_per_side, self.tiler.tile_size
+        blank = torch.zeros(1, 3, tile, tile, dtype=self.dtype)
+        count = tokens // per_tile
+        return self._pack((Grid(side, side),) * count, [blank] * count)
