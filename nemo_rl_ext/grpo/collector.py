@@ -41,6 +41,7 @@ class Sampling:
     max_new_tokens: int
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class Collector:
 
     def collect(self, rows: Sequence[ManifestRow], *, step: int) -> list[PromptGroup]:
         """One prompt group per row, in order; every group has all its rollouts."""
-        played = self.play(rows, self.sampling, self.num_generations)
+        played = self.play(rows, self.sampling, self.num_generations, step=step)
         for conversation in itertools.chain.from_iterable(played):
             self._keep_row(conversation)
         futures = []
@@ -150,13 +151,15 @@ class Collector:
 
     def scores(self, rows: Sequence[ManifestRow], sampling: Sampling) -> list[float]:
         """The reward of one answer per row; 0 where nothing could be sampled."""
-        played = self.play(rows, sampling, 1)
+        played = self.play(rows, sampling, 1, step=0)
         return [
             0.0 if conversation.error else self.reward(conversation.row, self._decode(conversation))
             for (conversation,) in played
         ]
 
-    def play(self, rows: Sequence[ManifestRow], sampling: Sampling, num_generations: int) -> list[list[_Conversation]]:
+    def play(
+        self, rows: Sequence[ManifestRow], sampling: Sampling, num_generations: int, *, step: int
+    ) -> list[list[_Conversation]]:
         """Run every row's turns on the engine, `num_generations` times each."""
         media = [media_by_turn(row)[: self.max_turns] for row in rows]
         static = [future.result() for future in [self.pool.submit_static(turns) for turns in media]]
@@ -168,17 +171,17 @@ class Collector:
             for row, turns, tensors in zip(rows, media, static, strict=True)
         ]
         for turn in range(max(len(turns) for turns in media)):
-            self._play_turn(played, turn, sampling)
+            self._play_turn(played, turn, sampling, step)
         return played
 
-    def _play_turn(self, played: list[list[_Conversation]], turn: int, sampling: Sampling) -> None:
+    def _play_turn(self, played: list[list[_Conversation]], turn: int, sampling: Sampling, step: int) -> None:
         """One engine request per distinct prompt: a group's first turn is one request with n samples."""
         batches: list[list[_Conversation]] = []
         for group in played:
             alive = [c for c in group if turn < len(c.media) and not c.error and not self._unreadable(c, turn)]
             batches += ([alive] if alive else []) if turn == 0 else [[c] for c in alive]
         requests = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
             first = batch[0]
             if turn:
                 first.prompt = self.renderer.following(first.row, turn, first.prompt, first.turns[-1].token_ids)
@@ -192,6 +195,7 @@ class Collector:
                     n=len(batch),
                     max_new_tokens=sampling.max_new_tokens,
                     temperature=sampling.temperature,
+                    seed=_seed(sampling.seed, step, turn, number),
                     allowed_token_ids=sampling.allowed_token_ids,
                     banned_token_ids=sampling.banned_token_ids,
                 )
@@ -355,3 +359,8 @@ def _static_message(conversation: _Conversation, turn: UserTurn) -> dict:
     if tensors is not None:
         message |= {key: pack(key, value) for key, value in tensors.values.items()}
     return message
+
+
+def _seed(*numbers: int) -> int:
+    """One reproducible 31-bit seed from a run's seed and the place of a request in it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)

@@ -232,6 +232,7 @@ def _assemble(config: Config, inputs: Inputs, policy: Policy, engine: EngineClie
         max_new_tokens=config.policy.generation.max_new_tokens,
         allowed_token_ids=_allowed_token_ids(tokenizer, config.policy.generation.allowed_tokens),
         banned_token_ids=media_token_ban(pool.family.grammar).token_ids if alignment.ban_media_tokens else (),
+        seed=grpo.seed,
     )
     collector = Collector(
         engine=engine,
