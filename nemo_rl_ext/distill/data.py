@@ -25,8 +25,8 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedImage:
-    """One image and the patch grid that its placeholder run stands for."""
+class PlacedMedia:
+    """One image or video and the patch grid that its placeholder runs stand for."""
 
     item: MediaItem
     grid: Grid
@@ -40,8 +40,8 @@ class Row:
     ids: np.ndarray
     """int32 ``[tokens]``; ends with EOS unless it is a window of a longer document."""
     response_start: int
-    images: tuple[PlacedImage, ...] = ()
-    """The images whose placeholder runs are in ``ids``, in order."""
+    media: tuple[PlacedMedia, ...] = ()
+    """The images and videos whose placeholder runs are in ``ids``, in order."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -60,12 +60,11 @@ class RowRules:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """Prompt ids with expanded media; ``runs`` are the half-open spans that must stay whole, one per
-    image."""
+    """Prompt ids with expanded media; ``spans`` are half-open and stay whole, one per media item."""
 
     ids: np.ndarray
-    runs: tuple[tuple[int, int], ...] = ()
-    images: tuple[PlacedImage, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    media: tuple[PlacedMedia, ...] = ()
 
 
 def encode_pairs(
@@ -181,39 +180,40 @@ def _row(
             )
         before = len(prompt.ids)
         prompt = truncate_left(prompt, room)
-        dropped = f", {len(record.images) - len(prompt.images)} image(s) with it" if record.images else ""
+        lost = len(record.images) + len(record.videos) - len(prompt.media)
+        dropped = f", {lost} media item(s) with it" if lost else ""
         cut.append(f"{record.where} ({before} -> {len(prompt.ids)} tokens{dropped})")
     return Row(
         where=record.where,
         ids=np.concatenate([prompt.ids, response_ids]).astype(np.int32),
         response_start=len(prompt.ids),
-        images=prompt.images,
+        media=prompt.media,
     )
 
 
 def truncate_left(prompt: EncodedPrompt, room: int) -> EncodedPrompt:
-    """Keep at most the last ``room`` tokens; a placeholder run goes whole, with its image, or stays whole.
+    """Keep at most the last ``room`` tokens; a media item stays, or goes with all of its runs.
 
     Raises:
-        RecordError: nothing would be left, because the prompt ends in a run that does not fit.
+        RecordError: nothing would be left, because the prompt ends in a media item that does not fit.
     """
     start = len(prompt.ids) - room
     if start <= 0:
         return prompt
-    for first, stop in prompt.runs:
+    for first, stop in prompt.spans:
         if first < start < stop:
             start = stop
     if start >= len(prompt.ids):
         raise RecordError(
-            f"the prompt ends in an image of {prompt.runs[-1][1] - prompt.runs[-1][0]} tokens and only "
+            f"the prompt ends in a media item of {prompt.spans[-1][1] - prompt.spans[-1][0]} tokens and only "
             f"{room} fit; "
             "raise --seq-length"
         )
-    kept = [i for i, (first, _) in enumerate(prompt.runs) if first >= start]
+    kept = [i for i, (first, _) in enumerate(prompt.spans) if first >= start]
     return EncodedPrompt(
         ids=prompt.ids[start:],
-        runs=tuple((prompt.runs[i][0] - start, prompt.runs[i][1] - start) for i in kept),
-        images=tuple(prompt.images[i] for i in kept),
+        spans=tuple((prompt.spans[i][0] - start, prompt.spans[i][1] - start) for i in kept),
+        media=tuple(prompt.media[i] for i in kept),
     )
 
 

@@ -1,158 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a prompt/response pair: markers become placeholder runs, runs get exactly their pixels.
+"""Images and videos of a prompt/response pair: markers become placeholder runs, runs get exactly their pixels.
 
-An input may carry images in two ways. Each `<image>` on its own is a marker and becomes
-`<img>` + N x `<image>` + `</img>` with the N that the student's processor gives the image. A run that is
-already wrapped (text that comes from a rollout) is kept to the token, and `align` finds the grid that it
-stands for, or refuses the record. Either way the tensors are made by `align`, so they project to one feature
-per context token.
+An input may carry media in two ways. Each `<image>` on its own is a marker and becomes `<img>` + N x `<image>` +
+`</img>` with the N that the student's processor gives the image; each `<video>` becomes one such run per tubelet,
+each after the text that names its frames' times, as the engine writes it. Runs that are already there (text
+of a rollout) are kept to the token, and `align` finds the grids that they stand for, or refuses the record.
+Either way the tensors are made by `align`, so they project to one feature per context token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
+from nemo_rl_ext.align.families.family import MediaFamily
+from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.runs import PlaceholderRuns, RunKind, find_runs
+from nemo_rl_ext.align.runs import PlaceholderRun, PlaceholderRuns, RunKind, find_runs
 from nemo_rl_ext.align.turn import align_turn
-from nemo_rl_ext.distill.data import EncodedPrompt, PlacedImage, Row
+from nemo_rl_ext.distill.data import EncodedPrompt, PlacedMedia, Row
 from nemo_rl_ext.distill.records import Record, RecordError
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import load_image
+from nemo_rl_ext.media.sampling import tubelet_texts
 from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.video import Backend, load_video
+
+VIDEO_MARKER = "<video>"
 
 
 class MediaExpander:
-    """Expands one record's prompt; decodes every image once, so that a broken file is found before
-    training."""
+    """Expands one record's prompt; decodes all media once, so that a broken file is found before training."""
 
-    def __init__(self, family: MediaFamily, policy: MediaPolicy, *, base_dir: Path) -> None:
+    def __init__(
+        self,
+        family: MediaFamily,
+        tokenizer: Any,
+        policy: MediaPolicy,
+        *,
+        base_dir: Path,
+        num_frames: int = 8,
+        backend: Backend = "decord",
+    ) -> None:
         self.family = family
+        self.tokenizer = tokenizer
         self.policy = policy
         self.base_dir = base_dir
-        self._items: dict[str, MediaItem] = {}
+        self.num_frames = num_frames
+        self.backend: Backend = backend
+        # -1 is no token: without the marker in its vocabulary a student has no videos.
+        self.video_id = tokenizer.get_vocab().get(VIDEO_MARKER, -1)
+        self._items: dict[tuple[str, str], MediaItem] = {}
 
     def __call__(self, record: Record, prompt_ids: np.ndarray, response_ids: np.ndarray) -> EncodedPrompt:
-        """Raises `RecordError` when text and media of the record contradict each other, or an image
-        is broken."""
-        if record.videos:
-            raise RecordError(
-                "'videos' cannot be distilled yet; give the frames as 'images' or remove the record"
-            )
+        """Raises `RecordError` when text and media contradict each other, or a file is broken."""
         self._refuse_context(response_ids, "output")
-        if not record.images:
+        if not record.images and not record.videos:
             self._refuse_context(prompt_ids, "input")
             return EncodedPrompt(ids=prompt_ids)
-        items = [self._item(ref, record.where) for ref in record.images]
         runs = find_runs(prompt_ids, self.family.grammar)
-        markers = sum(run.length for run in runs if _is_marker(run.kind, run.length))
-        wrapped = [run for run in runs if not _is_marker(run.kind, run.length)]
-        odd = [run for run in wrapped if run.kind is not RunKind.WRAPPED]
+        video_markers = np.flatnonzero(prompt_ids == self.video_id)
+        image_markers = sum(run.length for run in runs if _is_marker(run))
+        expanded = [run for run in runs if not _is_marker(run)]
+        odd = [run for run in expanded if run.kind is not RunKind.WRAPPED]
         if odd:
             raise RecordError(
                 f"'input' holds an {odd[0].kind.value} placeholder run at token {odd[0].offset}"
             )
-        if markers and wrapped:
-            raise RecordError(
-                f"'input' mixes {markers} <image> marker(s) with {len(wrapped)} expanded run(s); use one of "
-                f"the two"
-            )
-        if (markers or len(wrapped)) != len(items):
-            raise RecordError(
-                f"'input' has {markers or len(wrapped)} image placeholder(s) for {len(items)} image(s); "
-                "write one <image> where each image stands"
-            )
-        return (
-            self._expand(prompt_ids, runs, items) if markers else self._prove(record, prompt_ids, runs, items)
-        )
+        if expanded:
+            if image_markers or len(video_markers):
+                raise RecordError(
+                    f"'input' mixes {image_markers + len(video_markers)} marker(s) with {len(expanded)} expanded "
+                    "run(s); use one of the two"
+                )
+            return self._prove(record, prompt_ids, runs)
+        for found, wanted, marker, key in (
+            (image_markers, len(record.images), "<image>", "images"),
+            (len(video_markers), len(record.videos), VIDEO_MARKER, "videos"),
+        ):
+            if found != wanted:
+                raise RecordError(
+                    f"'input' has {found} {marker} marker(s) for {wanted} of {key!r}; write one where each stands"
+                )
+        return self._expand(record, prompt_ids, runs, video_markers)
 
-    def _expand(self, ids: np.ndarray, runs: PlaceholderRuns, items: Sequence[MediaItem]) -> EncodedPrompt:
-        grammar = self.family.grammar
+    def _expand(
+        self, record: Record, ids: np.ndarray, runs: PlaceholderRuns, video_markers: np.ndarray
+    ) -> EncodedPrompt:
+        # (first token, stop, kind) of each marker, in prompt order.
+        markers: list[tuple[int, int, str]] = [(int(i), int(i) + 1, "video") for i in video_markers]
+        for run in runs:
+            if run.kind is RunKind.WRAPPED:
+                markers.append((run.offset - 1, run.offset + 2, "image"))
+            else:
+                markers += [(run.offset + i, run.offset + i + 1, "image") for i in range(run.length)]
+        markers.sort()
+        refs = {"image": iter(record.images), "video": iter(record.videos)}
+        items = [self._item(kind, next(refs[kind]), record.where) for _, _, kind in markers]
         grids = self.family.static_grids(items)
         pieces: list[np.ndarray] = []
         spans: list[tuple[int, int]] = []
         done = length = 0
-        image = iter(grids)
-        for run in runs:
-            start, stop = run.offset, run.offset + run.length
-            if run.kind is RunKind.WRAPPED:
-                start, stop = start - 1, stop + 1
-            pieces.append(ids[done:start])
-            length += start - done
-            for _ in range(run.length):
-                num_tokens = next(image).num_tokens(self.family.merge_size)
-                body = np.full(num_tokens + 2, grammar.context_id, dtype=ids.dtype)
-                body[0], body[-1] = grammar.start_id, grammar.end_id
-                spans.append((length, length + len(body)))
-                pieces.append(body)
-                length += len(body)
+        for (first, stop, _), item, grid in zip(markers, items, grids, strict=True):
+            body = self._written(item, grid)
+            length += first - done
+            spans.append((length, length + len(body)))
+            length += len(body)
+            pieces += [ids[done:first], body]
             done = stop
         pieces.append(ids[done:])
-        placed = tuple(PlacedImage(item=item, grid=grid) for item, grid in zip(items, grids, strict=True))
-        return EncodedPrompt(ids=np.concatenate(pieces), runs=tuple(spans), images=placed)
+        return EncodedPrompt(
+            ids=np.concatenate(pieces).astype(np.int32),
+            spans=tuple(spans),
+            media=tuple(PlacedMedia(item=item, grid=grid) for item, grid in zip(items, grids, strict=True)),
+        )
 
-    def _prove(
-        self, record: Record, ids: np.ndarray, runs: PlaceholderRuns, items: Sequence[MediaItem]
-    ) -> EncodedPrompt:
+    def _written(self, item: MediaItem, grid: Grid) -> np.ndarray:
+        """The ids that the engine writes for an item on a grid."""
+        grammar = self.family.grammar
+        context = [grammar.context_id] * grid.num_tokens(self.family.merge_size)
+        run = [grammar.start_id, *context, grammar.end_id]
+        if item.kind == "image":
+            return np.array(run)
+        texts = tubelet_texts(item.frame_indices, item.fps, self.family.frames_per_tubelet())
+        labels = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return np.array([token for label in labels for token in (*label, *run)])
+
+    def _prove(self, record: Record, ids: np.ndarray, runs: PlaceholderRuns) -> EncodedPrompt:
+        if record.images and record.videos:
+            raise RecordError(
+                "'input' has expanded runs of images and of videos, in an unknown order; use markers"
+            )
+        kind, refs = ("image", record.images) if record.images else ("video", record.videos)
+        items = [self._item(kind, ref, record.where) for ref in refs]
         report = align_turn(ids, items, family=self.family, row_id=record.where).report
         if report.neutral:
             raise RecordError(f"the placeholder runs in 'input' cannot be proven: {report}")
+        # The item's last run, counted over all items.
+        last = np.cumsum([self.family.num_runs(item) for item in items]) - 1
+        ends = [runs[int(i)].offset + runs[int(i)].length + 1 for i in last]
+        # What stands before a video names its frames, so it goes with the video.
+        starts = [run.offset - 1 for run in runs] if kind == "image" else [0, *ends[:-1]]
+        placed = zip(items, report.media, strict=True)
         return EncodedPrompt(
             ids=ids,
-            runs=tuple((run.offset - 1, run.offset + run.length + 1) for run in runs),
-            images=tuple(
-                PlacedImage(item=item, grid=media.grid)
-                for item, media in zip(items, report.media, strict=True)
-            ),
+            spans=tuple(zip(starts, ends, strict=True)),
+            media=tuple(PlacedMedia(item=item, grid=media.grid) for item, media in placed),
         )
 
-    def _item(self, ref: str, where: str) -> MediaItem:
-        if ref not in self._items:
+    def _item(self, kind: str, ref: str, where: str) -> MediaItem:
+        if (kind, ref) not in self._items:
+            read = self._video if kind == "video" else self._image
             try:
-                image = load_image(ref, self.policy, base_dir=self.base_dir, where=where)
+                self._items[kind, ref] = read(ref, where)
             except MediaDecodeError as error:
                 raise RecordError(str(error)) from None
-            self._items[ref] = MediaItem(
-                size=image.size,
-                source=ref,
-                content_hash=image.content_hash,
-                load=lambda: load_image(ref, self.policy, base_dir=self.base_dir).pixels[None],
-            )
-        return self._items[ref]
+        return self._items[kind, ref]
+
+    def _image(self, ref: str, where: str) -> MediaItem:
+        image = load_image(ref, self.policy, base_dir=self.base_dir, where=where)
+        return MediaItem(
+            size=image.size,
+            source=ref,
+            content_hash=image.content_hash,
+            load=lambda: load_image(ref, self.policy, base_dir=self.base_dir).pixels[None],
+        )
+
+    def _video(self, ref: str, where: str) -> MediaItem:
+        clip = load_video(
+            ref,
+            self.policy,
+            num_frames=self.num_frames,
+            temporal_patch_size=self.family.frames_per_tubelet(),
+            backend=self.backend,
+            base_dir=self.base_dir,
+            where=where,
+        )
+        return MediaItem(
+            kind="video",
+            size=clip.size,
+            source=ref,
+            content_hash=clip.content_hash,
+            load=lambda indices: (
+                load_video(
+                    ref, self.policy, frame_indices=indices, backend=self.backend, base_dir=self.base_dir
+                ).frames
+            ),
+            frame_indices=clip.frame_indices,
+            fps=clip.fps,
+            total_frames=clip.total_num_frames,
+        )
 
     def _refuse_context(self, ids: np.ndarray, part: str) -> None:
         for run in find_runs(ids, self.family.grammar):
             if run.length:
                 raise RecordError(
-                    f"{part!r} spells {run.length} image context token(s) at token {run.offset}, which no "
-                    "image of the record fills; escape the text, or name the image in 'images' and mark it "
-                    "in 'input'"
+                    f"{part!r} spells {run.length} image context token(s) at token {run.offset}, which no media "
+                    "of the record fill; escape the text, or name the media in 'images' or 'videos' and mark "
+                    "their place in 'input'"
                 )
 
 
-def _is_marker(kind: RunKind, length: int) -> bool:
+def _is_marker(run: PlaceholderRun) -> bool:
     # `<img><image></img>` is how some templates write a marker; a real image never has a single token.
-    return kind is RunKind.BARE or (kind is RunKind.WRAPPED and length == 1)
+    return run.kind is RunKind.BARE or (run.kind is RunKind.WRAPPED and run.length == 1)
 
 
-def row_tensors(row: Row, family: MediaFamily) -> MediaTensors | None:
-    """The media tensors of one row, proven against the row's own ids; None for a row without images.
+def row_tensors(row: Row, family: MediaFamily) -> dict[str, Tensor]:
+    """The media tensors of one row that has media, proven against the row's own ids.
 
     Raises:
-        ValueError: an image changed or broke after it was checked.
+        ValueError: a file changed or broke after it was checked.
     """
-    if not row.images:
-        return None
-    items = [placed.item for placed in row.images]
+    items = [placed.item for placed in row.media]
     aligned = align_turn(
-        row.ids, items, family=family, captured=[placed.grid for placed in row.images], row_id=row.where
+        row.ids, items, family=family, captured=[placed.grid for placed in row.media], row_id=row.where
     )
-    if aligned.report.neutral:
+    if aligned.report.neutral or aligned.tensors is None:
         raise ValueError(
-            f"{row.where}: an image no longer fits its row; it changed since it was checked: {aligned.report}"
+            f"{row.where}: its media no longer fit the row; they changed since they were checked: "
+            f"{aligned.report}"
         )
-    return aligned.tensors
+    return aligned.tensors.values

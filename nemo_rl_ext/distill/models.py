@@ -7,6 +7,7 @@ import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.distill import context_parallel
 from nemo_rl_ext.distill.batch import MicroBatch
 from nemo_rl_ext.distill.parallel import Ranks
+from nemo_rl_ext.grpo.encode import encode_media
 from nemo_rl_ext.grpo.weights import LAYER_SCALE
 
 logger = logging.getLogger(__name__)
@@ -181,18 +183,19 @@ class Scorer:
         return Scores(logits=logits, hidden=out.hidden_states[-1][:, positions] if want_hidden else None)
 
     def _embed(self, batch: MicroBatch) -> Tensor:
-        """``[batch, length, hidden]``: token embeddings with each image's features at its context tokens.
+        """``[batch, length, hidden]``: token embeddings with the media's features at their context tokens.
 
         Computed for the whole row on every rank of a group: a placeholder run may span two shards.
         """
         model = self.model
         embeddings = model.get_input_embeddings()(batch.ids)
-        features = torch.cat(tuple(model.get_image_features(**batch.media, return_dict=True).pooler_output))
+        # The media fields of a batch are all that it reads.
+        features = torch.cat(encode_media(model, SimpleNamespace(**{"num_frames": None, **batch.media})))
         where = batch.ids == model.config.image_token_id
         if int(where.sum()) != len(features):
             raise ValueError(
                 f"{', '.join(batch.where)}: {int(where.sum())} context tokens for {len(features)} image "
-                f"features"
+                "features"
             )
         return embeddings.masked_scatter(where[..., None], features.to(embeddings.dtype))
 

@@ -65,10 +65,10 @@ def prepare(config: DistillConfig) -> Prepared:
         raise DatasetError("no row is left to evaluate on; every pair was skipped")
     for role, checkpoint in (("student", student), ("teacher", teacher)):
         _require_positions(f"--{role} {checkpoint.path}", checkpoint, (*train_rows, *eval_rows), config)
-    if any(row.images for row in (*train_rows, *eval_rows)) and teacher.family() != family:
+    if any(row.media for row in (*train_rows, *eval_rows)) and teacher.family() != family:
         raise ValueError(
-            f"the data have images, which student and teacher must see alike: --student {student.path} and "
-            f"--teacher {teacher.path} differ in their image processors (or the teacher takes no images)"
+            f"the data have media, which student and teacher must see alike: --student {student.path} and "
+            f"--teacher {teacher.path} differ in their image processors (or the teacher takes none)"
         )
     tokens = sum(row.num_response_tokens for row in train_rows)
     logger.info(
@@ -134,7 +134,14 @@ def _pairs(path: Path, config, student, family, rules, problems, digest) -> list
             max_pixels=config.data.max_pixels,
             max_bytes=config.data.max_media_bytes,
         )
-        expand = MediaExpander(family, policy, base_dir=path.parent)
+        expand = MediaExpander(
+            family,
+            student.tokenizer,
+            policy,
+            base_dir=path.parent,
+            num_frames=config.data.video_num_frames,
+            backend=config.data.video_backend,
+        )
     elif student.takes_images and (with_media := [r for r in records if r.images or r.videos]):
         raise DatasetError(
             f"{with_media[0].where}: has media, but alignment does not know the model type "

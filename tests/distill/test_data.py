@@ -13,7 +13,7 @@ from nemo_rl_ext.align.grids import Grid  # noqa: E402
 from nemo_rl_ext.align.items import MediaItem  # noqa: E402
 from nemo_rl_ext.distill.data import (  # noqa: E402
     EncodedPrompt,
-    PlacedImage,
+    PlacedMedia,
     RowRules,
     encode_documents,
     encode_pairs,
@@ -118,7 +118,7 @@ def test_a_tokenizer_without_eos_or_template_is_refused():
         encode([pair("a", "b")], bare)
 
 
-IMAGE = PlacedImage(item=MediaItem(size=(32, 32), source="x.png"), grid=Grid(2, 2))
+IMAGE = PlacedMedia(item=MediaItem(size=(32, 32), source="x.png"), grid=Grid(2, 2))
 
 
 @st.composite
@@ -131,7 +131,7 @@ def prompts(draw):
         else:
             runs.append((len(ids), len(ids) + length + 2))
             ids += [1] + [2] * length + [3]
-    return EncodedPrompt(ids=np.array(ids, np.int32), runs=tuple(runs), images=(IMAGE,) * len(runs))
+    return EncodedPrompt(ids=np.array(ids, np.int32), spans=tuple(runs), media=(IMAGE,) * len(runs))
 
 
 @given(prompts(), st.integers(1, 40))
@@ -139,13 +139,13 @@ def test_truncation_never_cuts_a_run(prompt, room):
     try:
         cut = truncate_left(prompt, room)
     except RecordError:
-        first, stop = prompt.runs[-1]
+        first, stop = prompt.spans[-1]
         assert stop == len(prompt.ids) and stop - first > room
         return
     assert 0 < len(cut.ids) <= max(room, 0)
     assert cut.ids.tolist() == prompt.ids[len(prompt.ids) - len(cut.ids) :].tolist(), "only from the left"
-    assert len(cut.images) == len(cut.runs) == (cut.ids == 1).sum() == (cut.ids == 3).sum()
-    for first, stop in cut.runs:
+    assert len(cut.media) == len(cut.spans) == (cut.ids == 1).sum() == (cut.ids == 3).sum()
+    for first, stop in cut.spans:
         assert cut.ids[first] == 1 and cut.ids[stop - 1] == 3 and (cut.ids[first + 1 : stop - 1] == 2).all()
     # No more is dropped than the run that the cut would have split.
     next_dropped = len(prompt.ids) - len(cut.ids) - 1
