@@ -221,7 +221,8 @@ class Collector:
                 logprobs=output.logprobs,
                 num_media=sum(len(turn) for turn in conversation.media[: len(conversation.turns) + 1]),
                 captured=captured,
-                weight_version=result.weight_version_start,
+                weight_versions=tuple(sorted({version for version, *_ in output.weight_versions}))
+                or (result.weight_version_start,),
             )
         )
 

@@ -15,7 +15,7 @@ from nemo_rl_ext.align.verdict import MediaAlignmentError
 from nemo_rl_ext.grpo.buffer import TrajectoryBuffer
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.rollouts import PromptGroup
-from nemo_rl_ext.grpo.run_log import RunLog
+from nemo_rl_ext.grpo.run_log import RunLog, accuracy_line
 from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.trainer import train_step
 from nemo_rl_ext.grpo.weight_history import WeightHistory
@@ -65,9 +65,9 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
         run.push_weights(first_step)
     record: dict[str, float] = {}
     if first_step == 0 and grpo.val_at_start and run.validation:
-        record = {"eval/accuracy": run.evaluate()}
+        record = run.evaluate()
         log.step(0, record)
-        log.console.print(f"held-out accuracy before training: {record['eval/accuracy']:.3f}", highlight=False)
+        log.console.print(f"before training: {accuracy_line(record)}", highlight=False)
     collector = run.collector.run(buffer, run.steps(first_step))
     try:
         for step in range(first_step, grpo.max_num_steps):
@@ -92,7 +92,7 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
             buffer.advance(step + 1)
             done = step + 1
             if run.validation and (done == grpo.max_num_steps or (grpo.val_period and done % grpo.val_period == 0)):
-                record["eval/accuracy"] = run.evaluate()
+                record |= run.evaluate()
             record |= metrics.flush()
             record |= {
                 "train/weight_age": float(step - min(_versions(groups), default=step)),
@@ -135,7 +135,7 @@ def _versions(groups: Sequence[PromptGroup]) -> Iterator[int]:
     for group in groups:
         for rollout in group.rollouts:
             for segment in rollout.segments:
-                yield from (m["weight_version"] for m in segment.message_log if m["role"] == "assistant")
+                yield from segment.weight_versions()
 
 
 def _explained(error: ValueError, step: int, *, enabled: bool) -> ValueError:

@@ -117,7 +117,7 @@ def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float) -> lis
             advantage=advantage,
             masked=rollout.masked,
             repaired=number in rollout.repaired_segments,
-            versions=frozenset(m["weight_version"] for m in segment.message_log if m["role"] == "assistant"),
+            versions=frozenset(segment.weight_versions()),
             where=group.row.where,
         )
         for number, segment in enumerate(rollout.segments)
@@ -176,6 +176,7 @@ def _measure_gaps(
                         gap = (ours[: len(sampled)] - theirs[: len(sampled)])[sampled].abs()
                         metrics.add_gap(
                             repaired=row.repaired,
+                            video=any("num_frames" in values for values in row.sequence.media),
                             mean=gap.mean().item(),
                             maximum=gap.max().item(),
                             num_tokens=len(gap),

@@ -26,7 +26,8 @@ class EngineTurn:
 
     `prompt_token_ids` int [tokens] as the engine expanded them, `token_ids` int [sampled] and `logprobs` float
     [sampled] of the assistant's answer. `num_media` counts the media of the whole request, earlier turns included;
-    `captured` are their grids where the engine recorded them.
+    `captured` are their grids where the engine recorded them, `weight_versions` the versions of the weights that
+    drew the answer, more than one when an update came in between.
     """
 
     prompt_token_ids: np.ndarray
@@ -34,7 +35,7 @@ class EngineTurn:
     logprobs: np.ndarray
     num_media: int
     captured: tuple[Grid, ...] | None = None
-    weight_version: int = 0
+    weight_versions: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class Segment:
     message_log: list[dict[str, Any]]
     user_turns: list[UserTurn] = field(default_factory=list)
     resizes: tuple[Resize, ...] = ()
+
+    def weight_versions(self) -> set[int]:
+        """Versions of the weights that drew this sequence's samples."""
+        return {version for message in self.message_log for version in message.get("weight_versions", ())}
 
 
 def to_segments(turns: Sequence[EngineTurn], grammar: Grammar) -> list[Segment]:
@@ -110,7 +115,7 @@ def to_segments(turns: Sequence[EngineTurn], grammar: Grammar) -> list[Segment]:
                 "role": "assistant",
                 "token_ids": torch.from_numpy(answer.copy()),
                 "generation_logprobs": torch.from_numpy(np.asarray(turn.logprobs, dtype=np.float32).copy()),
-                "weight_version": turn.weight_version,
+                "weight_versions": turn.weight_versions,
             },
         ]
         seen = np.concatenate((prompt, answer))
