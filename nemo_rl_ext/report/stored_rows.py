@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts that NeMo-Gym's collection or NeMo-RL stored, read back row by row with their token ids and media.
+
+A stored row is a manifest row with `response.output`: the items of the conversation after the prompt. An item that
+the policy generated carries `prompt_token_ids` (the whole prompt of its engine request) and `generation_token_ids`;
+tool results and user messages in between may carry media.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from nemo_rl_ext.grpo.prompts import media_by_turn
+from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.rollout.reader import MediaSource
+from nemo_rl_ext.rollout.segments import EngineTurn
+
+MAX_LINE_BYTES = 1 << 30
+
+
+class StoredRowError(ValueError):
+    """A line that holds no rollout with token ids; the text says what was expected and found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRow:
+    """One rollout: its engine requests in order, and the media that each added to the prompt, in prompt order."""
+
+    row_id: str
+    line: int
+    turns: tuple[EngineTurn, ...]
+    media: tuple[tuple[MediaSource, ...], ...]
+
+
+def stored_rows(path: Path) -> Iterator[StoredRow | tuple[int, str]]:
+    """Every rollout of a JSONL file, one line in memory at a time; (line, problem) for a line that holds none.
+
+    Raises:
+        OSError: when the file cannot be read.
+    """
+    with open(path, "rb") as handle:
+        number = 0
+        while line := handle.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                yield number, f"the line is longer than {MAX_LINE_BYTES} bytes"
+                while line and not line.endswith(b"\n"):
+                    line = handle.readline(MAX_LINE_BYTES)
+                continue
+            if not line.strip():
+                continue
+            try:
+                yield _read(line, path, number)
+            except StoredRowError as error:
+                yield number, str(error)
+
+
+def _read(line: bytes, path: Path, number: int) -> StoredRow:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StoredRowError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise StoredRowError(f"expected a JSON object, found {type(value).__name__}")
+    response = value.get("response")
+    output = response.get("output") if isinstance(response, dict) else None
+    if not isinstance(output, list):
+        raise StoredRowError("no response.output: a rollout as NeMo-Gym's collection stores it is expected")
+    generated = [item for item in output if isinstance(item, dict) and item.get("prompt_token_ids")]
+    if not generated:
+        raise StoredRowError(
+            "no token ids: no item of response.output has prompt_token_ids; collect with a model server that "
+            "returns them (return_token_id_information: true)"
+        )
+    row = _as_manifest_row(value, output, path, number)
+    media = media_by_turn(row)[: len(generated)]
+    counts = np.cumsum([len(turn) for turn in media]).tolist()
+    turns = tuple(
+        EngineTurn(
+            prompt_token_ids=_ids(item["prompt_token_ids"], "prompt_token_ids"),
+            token_ids=_ids(item.get("generation_token_ids") or [], "generation_token_ids"),
+            logprobs=np.zeros(len(item.get("generation_token_ids") or []), dtype=np.float32),
+            num_media=count,
+        )
+        for item, count in zip(generated, counts, strict=True)
+    )
+    return StoredRow(row_id=_row_id(value, row), line=number, turns=turns, media=tuple(media))
+
+
+def _as_manifest_row(value: dict[str, Any], output: list[Any], path: Path, number: int) -> ManifestRow:
+    """The conversation as a manifest row: the messages between two generated items are the next turn's."""
+    turns: list[list[Any]] = [[]]
+    for item in output:
+        if not isinstance(item, dict):
+            raise StoredRowError(f"response.output holds {type(item).__name__} where an object is expected")
+        if item.get("prompt_token_ids"):
+            turns.append([])
+        elif item.get("type") == "function_call_output" or item.get("role") in ("user", "system", "developer", "tool"):
+            turns[-1].append(item)
+    # What precedes the first generated item belongs to the prompt; what follows the last one was never generated on.
+    params = dict(value.get("responses_create_params") or {})
+    prompt = params.get("input")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+    params = {"input": messages + turns[0]}
+    between = [turn or [{"role": "user", "content": ""}] for turn in turns[1:-1]]
+    row = {"responses_create_params": params, "turns": between}
+    if isinstance(value.get("num_frames"), int):
+        row["num_frames"] = value["num_frames"]
+    try:
+        return ManifestRow.from_json(row, file=str(path), line=number)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise StoredRowError(f"{where}: {first['msg']}") from None
+
+
+def _ids(values: Any, name: str) -> np.ndarray:
+    try:
+        ids = np.asarray(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        raise StoredRowError(f"{name}: expected a list of integers") from None
+    if ids.ndim != 1:
+        raise StoredRowError(f"{name}: expected one list of integers, got {ids.ndim} dimensions")
+    return ids
+
+
+def _row_id(value: dict[str, Any], row: ManifestRow) -> str:
+    """The row's own name, and which of its rollouts it is where Gym numbered them."""
+    metadata = value.get("verifier_metadata")
+    candidates = [value.get(key) for key in ("id", "uuid", "uid", "task_id")]
+    candidates += [metadata.get(key) for key in ("row_id", "id")] if isinstance(metadata, dict) else []
+    candidates += [value.get("_ng_task_index")]
+    name = next((str(entry) for entry in candidates if isinstance(entry, str | int)), row.row_id)
+    rollout = value.get("_ng_rollout_index")
+    return f"{name}#{rollout}" if isinstance(rollout, int) else name

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts and reasons in plain words, for readers who do not know this package."""
+
+from __future__ import annotations
+
+from nemo_rl_ext.align.verdict import Reason
+
+WHY = {
+    Reason.RESIZED: "The engine shared its token budget among the images and gave this one another size than the "
+    "training processor would have.",
+    Reason.FRAMES_RESAMPLED: "The engine used other frames of the clip than the training side had sampled.",
+    Reason.EARLIER_TURN_RESIZED: "A later turn made the engine shrink an image of an earlier turn.",
+    Reason.AMBIGUOUS_GRID: "Two patch grids explain the image's tokens equally well, and nothing tells them apart.",
+    Reason.RUN_COUNT: "The prompt holds another number of placeholder runs than the row has media.",
+    Reason.INFEASIBLE_LENGTH: "No patch budget gives an image of this size so many tokens.",
+    Reason.ORDER_SUSPECT: "The runs would fit if two media were swapped.",
+    Reason.BARE_CONTEXT: "A media token stands in the text, or was sampled, without any media.",
+    Reason.TRUNCATED_RUN: "A placeholder run was cut off.",
+    Reason.EMPTY_RUN: "An image was given no tokens at all.",
+    Reason.CAPTURE_DISAGREES: "The grid that the engine recorded does not have this run's length.",
+    Reason.PRUNED_VIDEO: "The engine pruned tokens of a video.",
+    Reason.TUBELET_COUNT: "The clip has another number of tubelets in the prompt than its frames make.",
+    Reason.FRAME_GRID: "The tubelets of one clip have different lengths.",
+    Reason.FRAME_TIMES: "The timestamps in the prompt are not times of this clip's frames.",
+    Reason.DECODE_FAILED: "The file could not be decoded.",
+    Reason.WORKER_DIED: "The aligner process died twice over this row.",
+    Reason.GENERATION_FAILED: "Nothing could be sampled for this row.",
+}
+"""What happened, one sentence per reason; `Reason.advice` says what to do about it."""
+
+REPAIRS = {Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED}
+"""Reasons that leave the row in training; all others mask it."""
+
+
+def why(reason: str) -> str:
+    """The sentence of a reason by its name; a name that is not known here stands for itself."""
+    try:
+        return WHY[Reason(reason)]
+    except ValueError:
+        return reason
+
+
+def advice(reason: str) -> str:
+    """What to do about a reason, by its name."""
+    try:
+        return Reason(reason).advice
+    except ValueError:
+        return ""
