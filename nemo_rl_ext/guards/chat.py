@@ -112,7 +112,7 @@ class SafeTokenizer:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """`input_ids`, and `offset_mapping` in characters of `text` when asked for."""
-        out = self._encode(text, add_special_tokens, kwargs)
+        out = self._encode(text, add_special_tokens, kwargs, offsets=return_offsets_mapping)
         if not return_offsets_mapping:
             return {"input_ids": out.ids}
         if out.offsets is None:
@@ -129,14 +129,16 @@ class SafeTokenizer:
         ids = self._encoder.encode_marked(text).ids
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
-    def _encode(self, text: str, add_special_tokens: bool, kwargs: dict[str, Any]) -> Encoded:
+    def _encode(
+        self, text: str, add_special_tokens: bool, kwargs: dict[str, Any], *, offsets: bool = False
+    ) -> Encoded:
         if add_special_tokens or not isinstance(text, str) or any(kwargs.values()):
             raise ValueError(
                 "safe tokenizer: encodes one string without added special tokens, got "
                 f"{type(text).__name__}, add_special_tokens={add_special_tokens}, {kwargs}; the renderer has to "
                 "emit scaffold tokens itself"
             )
-        return self._encoder.encode_marked(text)
+        return self._encoder.encode_marked(text, offsets=offsets)
 
 
 class SafeChat:

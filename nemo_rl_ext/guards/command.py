@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nemo_rl_ext.manifest.census import CensusReport
+
 
 def census(
+    ctx: typer.Context,
     paths: Annotated[list[Path], typer.Argument(help="JSONL (plain, .gz, .zst) or Parquet files.")],
     tokenizer: Annotated[
         Path | None,
@@ -39,15 +45,12 @@ def census(
         num_workers=workers,
     )
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    try:
-        with bar:
-            total = sum(path.stat().st_size for path in paths if path.is_file())
-            task = bar.add_task("census", total=total)
-            found = take_census(paths, config, on_progress=lambda size: bar.advance(task, size))
-    except ValueError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+    quiet = bool(getattr(ctx.obj, "quiet", False))
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    with bar:
+        total = sum(path.stat().st_size for path in paths if path.is_file())
+        task = bar.add_task("census", total=total)
+        found = take_census(paths, config, on_progress=lambda size: bar.advance(task, size))
     if report is not None:
         report.write_text(found.to_json() + "\n", encoding="utf-8")
     _print(console, found, show)
@@ -55,24 +58,21 @@ def census(
         raise typer.Exit(1)
 
 
-def _print(console, found, show: int) -> None:
-    say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+def _print(console: Console, found: CensusReport, show: int) -> None:
+    lines = []
     for item in found.findings[:show]:
         phantom = "" if item.phantom_tokens is None else f", {item.phantom_tokens} phantom token(s)"
-        say(
-            f"{item.file}:{item.line}: {item.path}: {item.marker!r} x{item.count}{phantom}"
-            f" (id {item.example_id})"
-        )
+        place = f"{item.file}:{item.line}: {item.path}"
+        lines.append(f"{place}: {item.marker!r} x{item.count}{phantom} (id {item.example_id})")
     if found.num_findings > show:
-        say(f"... {found.num_findings - show} more; --report FILE keeps them")
-    for line in found.broken[:show]:
-        say(f"{line.file}:{line.line}: skipped, not JSON: {line.error}")
+        lines.append(f"... {found.num_findings - show} more; --report FILE keeps them")
+    lines += [f"{b.file}:{b.line}: skipped, not JSON: {b.error}" for b in found.broken[:show]]
     rate = found.num_rows / found.seconds if found.seconds else 0.0
-    phantoms = (
-        "" if found.num_phantom_tokens is None else f", {found.num_phantom_tokens} phantom tokens"
-    )  # fmt: skip
-    say(
+    phantoms = "" if found.num_phantom_tokens is None else f", {found.num_phantom_tokens} phantom tokens"
+    lines.append(
         f"{found.num_rows} rows in {found.num_files} file(s), {found.num_broken} broken line(s): "
         f"{sum(found.by_marker.values())} marker(s) in {found.num_rows_with_markers} row(s){phantoms}; "
         f"{rate:,.0f} rows/s"
     )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_ext.guards.literals import escaped_pattern, first_unit_end, plain_pattern
+from nemo_rl_ext.guards.literals import EscapedPattern, first_unit_end, plain_pattern
 from nemo_rl_ext.guards.shadow import Offsets, make_aliases, ordinary_encoder, shadow_encoder
 
 
@@ -31,7 +31,8 @@ class Encoded:
     ids: list[int]
     """[tokens]"""
     offsets: Offsets | None
-    """[tokens] (start, end) in the characters of the text that was passed in; None for slow tokenizers."""
+    """[tokens] (start, end) in the characters of the text that was passed in; None when not asked for, and for
+    slow tokenizers."""
     clean: bool
     """The ordinary tokenizer made these ids: no content stood for a control token."""
 
@@ -86,7 +87,7 @@ class SafeEncoder:
         self._ordinary = ordinary_encoder(tokenizer)
         self._shadow = shadow_encoder(tokenizer, self._aliases, self.control)
         self._scaffold = plain_pattern(self.control)
-        self._hidden = escaped_pattern(self.control)
+        self._hidden = EscapedPattern(self.control)
         self._marks = plain_pattern([self.marker])
         self._marks_and_scaffold = plain_pattern([self.marker, *self.control])
         self._heads = {literal[:n] for literal in self.control for n in range(1, len(literal))}
@@ -105,10 +106,10 @@ class SafeEncoder:
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text. O(characters)."""
         text = well_formed(text)
-        ids, _ = self._ordinary(text)
+        ids, _ = self._ordinary(text, False)
         if self._leak_ids.isdisjoint(ids):
             return ids
-        return self._guarded(text, Counter())[0]
+        return self._guarded(text, Counter(), False)[0]
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
         """Scaffold ids (int) and untrusted text (str), encoded as one text: merges and prefix spaces fall where
@@ -145,8 +146,9 @@ class SafeEncoder:
         edges = [0, *sorted(cuts), len(content)]
         return self.marker.join(content[a:b] for a, b in zip(edges, edges[1:], strict=False))
 
-    def encode_marked(self, marked: str) -> Encoded:
-        """Encode scaffold with marked content inside, such as a template's output.
+    def encode_marked(self, marked: str, *, offsets: bool = False) -> Encoded:
+        """Encode scaffold with marked content inside, such as a template's output; with character offsets on
+        request, where the tokenizer has them.
 
         Raises:
             ControlTokenLeakError: when content turned into a control token all the same.
@@ -156,14 +158,16 @@ class SafeEncoder:
             Counter(self.control[m] for m in self._scaffold.findall(marked)) if self._scaffold else Counter()
         )
         text = marked.replace(self.marker, "")
-        ids, offsets = self._ordinary(text)
+        ids, spans = self._ordinary(text, offsets)
         if not self._exceeds(ids, expected):
-            return Encoded(ids=ids, offsets=self._moved(offsets, marked, scaffold=False), clean=True)
-        ids, offsets = self._guarded(self._aliased(marked), expected)
-        return Encoded(ids=ids, offsets=self._moved(offsets, marked, scaffold=True), clean=False)
+            return Encoded(ids=ids, offsets=self._moved(spans, marked, scaffold=False), clean=True)
+        ids, spans = self._guarded(self._aliased(marked), expected, offsets)
+        return Encoded(ids=ids, offsets=self._moved(spans, marked, scaffold=True), clean=False)
 
-    def _guarded(self, text: str, expected: Counter[int]) -> tuple[list[int], Offsets | None]:
-        ids, offsets = self._shadow(text)
+    def _guarded(
+        self, text: str, expected: Counter[int], want_offsets: bool
+    ) -> tuple[list[int], Offsets | None]:
+        ids, offsets = self._shadow(text, want_offsets)
         if leaked := self._exceeds(ids, expected):
             names = self.tokenizer.convert_ids_to_tokens(sorted(leaked))
             raise ControlTokenLeakError(

@@ -42,7 +42,7 @@ _LOST_PEER = re.compile(
 _NOT_FATAL = (asyncio.CancelledError, GeneratorExit)
 
 
-class fail_fast:  # noqa: N801 - reads as the decorator and context manager that it is
+class fail_fast:
     """Decorator and context manager for the entry point of every rank, sync or async.
 
         @fail_fast()

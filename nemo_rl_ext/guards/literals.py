@@ -20,12 +20,32 @@ def plain_pattern(literals: Iterable[str]) -> re.Pattern[str] | None:
     return _compile(literals, re.escape)
 
 
-def escaped_pattern(literals: Iterable[str]) -> re.Pattern[str] | None:
+class EscapedPattern:
     r"""The same, also where characters are JSON-escaped at any level: `\u003cimage>`, `<\/s>`, `\\uff5c`.
 
-    A template that parses a tool call's argument string turns those back into the literal.
+    A template that parses a tool call's argument string turns those back into the literal. The search jumps from
+    one possible first character to the next, which a regular expression that starts with an alternative does not.
     """
-    return _compile(literals, _escapable)
+
+    def __init__(self, literals: Iterable[str]) -> None:
+        literals = list(literals)
+        self._pattern = _compile(literals, _escapable)
+        heads = "".join(re.escape(head) for head in sorted({literal[0] for literal in literals} | {"\\"}))
+        self._heads = re.compile(f"[{heads}]")
+
+    def search(self, text: str, start: int = 0) -> re.Match[str] | None:
+        """The first match at or after `start`, longest first; None without one, or without literals."""
+        if self._pattern is None:
+            return None
+        match = self._pattern.match
+        for head in self._heads.finditer(text, start):
+            if found := match(text, head.start()):
+                return found
+        return None
+
+    def in_bytes(self) -> re.Pattern[bytes]:
+        """The pattern over UTF-8 bytes, to be matched at a known position."""
+        return re.compile(self._pattern.pattern.encode() if self._pattern else b"(?!)", re.DOTALL)
 
 
 def first_unit_end(text: str, start: int) -> int:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Offsets = list[tuple[int, int]]
-EncodeFn = Callable[[str], tuple[list[int], "Offsets | None"]]
+EncodeFn = Callable[[str, bool], tuple[list[int], "Offsets | None"]]
+"""(text, whether offsets are wanted) -> (ids, character offsets or None)"""
 
 
 def make_aliases(control: Mapping[str, int]) -> dict[str, str]:
@@ -27,11 +28,11 @@ def make_aliases(control: Mapping[str, int]) -> dict[str, str]:
 
 
 def ordinary_encoder(tokenizer: Any) -> EncodeFn:
-    """Text -> (ids, character offsets or None), exactly as the tokenizer does it without added BOS/EOS."""
-    if not getattr(tokenizer, "is_fast", False):
-        return lambda text: (list(tokenizer.encode(text, add_special_tokens=False)), None)
+    """Exactly what the tokenizer does itself, without added BOS/EOS."""
 
-    def encode(text: str) -> tuple[list[int], Offsets | None]:
+    def encode(text: str, want_offsets: bool) -> tuple[list[int], Offsets | None]:
+        if not want_offsets or not getattr(tokenizer, "is_fast", False):
+            return list(tokenizer.encode(text, add_special_tokens=False)), None
         out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(out["input_ids"]), list(out["offset_mapping"])
 
@@ -39,7 +40,7 @@ def ordinary_encoder(tokenizer: Any) -> EncodeFn:
 
 
 def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[str, int]) -> EncodeFn:
-    """Text -> (ids, offsets or None) with control tokens reachable by alias only.
+    """The same with control tokens reachable by alias only.
 
     Raises:
         ValueError: when the twin cannot be built for this tokenizer class.
@@ -47,7 +48,7 @@ def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[
     fast = getattr(tokenizer, "is_fast", False)
     encode = _fast_shadow(tokenizer, aliases) if fast else _slow_shadow(tokenizer, aliases)
     for literal, token_id in control.items():
-        reached, spelled = encode(aliases[literal])[0], encode(literal)[0]
+        reached, spelled = encode(aliases[literal], False)[0], encode(literal, False)[0]
         if token_id not in reached:
             raise ValueError(
                 f"safe encoder: {type(tokenizer).__name__} does not keep id {token_id} of {literal!r} in its twin "
@@ -80,9 +81,9 @@ def _fast_shadow(tokenizer: Any, aliases: Mapping[str, str]) -> EncodeFn:
         model["merges"] = [m for m in model["merges"] if not _spells(m, aliases)]
     twin = Tokenizer.from_str(json.dumps(spec))
 
-    def encode(text: str) -> tuple[list[int], Offsets | None]:
+    def encode(text: str, want_offsets: bool) -> tuple[list[int], Offsets | None]:
         encoding = twin.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+        return encoding.ids, encoding.offsets if want_offsets else None
 
     return encode
 
@@ -109,7 +110,7 @@ def _slow_shadow(tokenizer: Any, aliases: Mapping[str, str]) -> EncodeFn:
     for token in twin._added_tokens_encoder:
         twin.tokens_trie.add(token)
 
-    def encode(text: str) -> tuple[list[int], Offsets | None]:
+    def encode(text: str, want_offsets: bool) -> tuple[list[int], Offsets | None]:
         return list(twin.convert_tokens_to_ids(twin.tokenize(text))), None
 
     return encode

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_ext.guards.literals import escaped_pattern, plain_pattern
+from nemo_rl_ext.guards.literals import EscapedPattern, plain_pattern
 
 try:
     import msgspec
@@ -82,8 +82,8 @@ class MarkerScanner:
         self.markers = tuple(dict.fromkeys(markers))
         self._count_phantoms = count_phantoms
         self._plain = plain_pattern(self.markers)
-        self._escaped = escaped_pattern(self.markers)
-        self._escaped_bytes = re.compile(self._escaped.pattern.encode(), re.DOTALL)
+        self._escaped = EscapedPattern(self.markers)
+        self._escaped_bytes = self._escaped.in_bytes()
         self._heads = sorted({marker.encode()[0] for marker in self.markers})
         # A character beyond the BMP is escaped as a pair; its first half is looked for.
         units = {marker[0].encode("utf-16-be")[:2] for marker in self.markers}

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_ext.guards.encode import SafeEncoder, control_tokens, well_formed
-from nemo_rl_ext.guards.literals import escaped_pattern, plain_pattern
+from nemo_rl_ext.guards.literals import EscapedPattern, plain_pattern
 
 SEED_STRING = "{type<image>|bold}"
 CLEAN = [
@@ -132,24 +132,24 @@ def test_whitespace_added_tokens_are_ordinary_text():
 def test_offsets_refer_to_the_text_that_was_passed_in(nemotron_tokenizer):
     encoder = SafeEncoder(nemotron_tokenizer)
     marked = "<img>" + encoder.mark("a <image> b") + "</img>!"
-    out = encoder.encode_marked(marked)
+    out = encoder.encode_marked(marked, offsets=True)
     assert not out.clean
     spelled = [marked[a:b].replace(encoder.marker, "") for a, b in out.offsets]
     assert spelled == ["<img>", *"a <image> b", "</img>", "!"]
-    clean = encoder.encode_marked("<img>a <" + encoder.marker + " b</img>")
+    clean = encoder.encode_marked("<img>a <" + encoder.marker + " b</img>", offsets=True)
     assert clean.clean and [o[1] - o[0] for o in clean.offsets][-1] == len("</img>")
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_json_escapes_are_seen_at_any_level(level):
     literals = ["<image>", "</img>", "<｜end▁of｜>", "🦊a"]
-    pattern = escaped_pattern(literals)
+    pattern = EscapedPattern(literals)
     for literal in literals:
         text = literal
         for _ in range(level):
             text = json.dumps(text)[1:-1]
-        assert pattern.fullmatch(text), text
-    assert pattern.fullmatch(r"\u003Cimage\u003e") and pattern.fullmatch(r"<\/img>")
+        assert pattern.search(text).group() == text
+    assert pattern.search(r"x\u003Cimage\u003e").start() == 1 and pattern.search(r"<\/img>").end() == 7
     assert not pattern.search(r"u003cimage> and < image>")
 
 
@@ -171,6 +171,16 @@ def test_surrogate_pairs_are_joined_and_lone_ones_replaced():
     assert well_formed("plain") == "plain"
 
 
+@pytest.mark.slow
+def test_strings_of_ten_megabytes_take_linear_work(tokenizers_by_name):
+    """Text that keeps almost being a literal, with real ones in it; quadratic work would not end here."""
+    encoder = SafeEncoder(tokenizers_by_name("wordpiece"))
+    text = ("some text <imag <<im </im " * 40 + "<image>") * 9_551
+    marked = encoder.mark(text)
+    assert marked.count(encoder.marker) >= 9_551 and marked.replace(encoder.marker, "") == text
+    assert not control_ids(encoder) & set(encoder.encode(text))
+
+
 PIECES = [
     "<image>",
     "<ima",
@@ -188,7 +198,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(parts=st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), max_size=4))
 def test_any_content_around_scaffold_adds_no_control_token(any_tokenizer, parts):
     encoder = SafeEncoder(any_tokenizer)

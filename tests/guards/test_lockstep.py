@@ -72,7 +72,7 @@ def test_empty_batches_and_ragged_last_micro_batches():
 KINDS = st.sampled_from([T, I, V, IV])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.data())
 def test_any_batch_is_in_step_and_never_worse_than_given(ranks, num_rows, size, data):
     rows = [[data.draw(KINDS) for _ in range(num_rows)] for _ in range(ranks)]
@@ -82,7 +82,7 @@ def test_any_batch_is_in_step_and_never_worse_than_given(ranks, num_rows, size, 
     assert plan == plan_lockstep(rows, micro_batch_size=size)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 3), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_one_modality_needs_no_dummy_whenever_some_order_needs_none(ranks, num_steps, size, data):
     rows = [[data.draw(st.sampled_from([T, I])) for _ in range(num_steps * size)] for _ in range(ranks)]

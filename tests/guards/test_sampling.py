@@ -89,3 +89,16 @@ def test_bad_words_are_strings_that_encode_to_their_own_id(nemotron_tokenizer):
 
 def test_sampled_counts_what_slipped_through():
     assert media_token_ban(GRAMMAR).sampled([1, 5, 5, 2, 7]) == 3
+
+
+@pytest.mark.engine
+def test_vllm_takes_the_ban_unclamped_and_bans_the_same_ids_by_word(nemotron_tokenizer):
+    vllm = pytest.importorskip("vllm")
+    ban = media_token_ban(GRAMMAR)
+    params = vllm.SamplingParams(**ban.sampling_params())
+    assert params.logit_bias == {5: -100.0, 6: -100.0, 7: -100.0}
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    by_word = vllm.SamplingParams(bad_words=ban.bad_words(nemotron_tokenizer))
+    by_word.update_from_tokenizer(get_cached_tokenizer(nemotron_tokenizer))
+    assert sorted(by_word.bad_words_token_ids) == [[5], [6], [7]]

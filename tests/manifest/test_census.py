@@ -179,4 +179,4 @@ def test_command_prints_reports_and_fails_on_request(tmp_path):
     assert report["findings"][0]["path"] == PATH and report["num_broken"] == 1
     assert run_command(dirty, "--workers", 1, "--fail").exit_code == 1
     assert run_command(clean, "--workers", 1, "--fail").exit_code == 0
-    assert run_command(tmp_path / "nope", "--fail").exit_code == 2
+    assert isinstance(run_command(tmp_path / "nope", "--fail").exception, ValueError)

@@ -190,7 +190,7 @@ def reference_counts(value, out):
     return out
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ROWS, st.booleans())
 def test_any_row_has_the_markers_that_a_plain_walk_counts(row, ensure_ascii):
     data = json.dumps(row, ensure_ascii=ensure_ascii).encode()
@@ -202,7 +202,7 @@ def test_any_row_has_the_markers_that_a_plain_walk_counts(row, ensure_ascii):
     assert len(SCANNER.candidates(data)) >= sum(expected.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ROWS)
 def test_the_parser_for_deep_rows_agrees_with_json(row):
     text = json.dumps(row)
@@ -210,7 +210,7 @@ def test_the_parser_for_deep_rows_agrees_with_json(row):
     assert [(field_path(p), t) for p, t in strings(deep)] == [(field_path(p), t) for p, t in strings(shallow)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=40) | st.text('{}[]",: \n<image>\\u0013c', max_size=40).map(str.encode))
 def test_no_bytes_crash_the_scanner(data):
     broken = {n for n, _ in broken_lines(data)}
