@@ -102,7 +102,7 @@ def run_arm(run: Run, config: Config, arm: str, seed: int, version: int) -> tupl
         version += 1
         run.engine.update_weights(run.policy.state_dict_for_engine(torch.float32), version, in_flight=False)
     result = {
-        "accuracy": run.evaluate(),
+        "accuracy": run.evaluate()["eval/accuracy"],
         "reward_last_20": float(np.mean(rewards[-20:])),
         "gap_mean": float(np.mean(gaps)),
         "gap_max": float(np.max(gaps)),

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_rl_ext.align.verdict import MediaReport
+from nemo_rl_ext.align.verdict import MediaReport, Verdict
 from nemo_rl_ext.rollout.metrics import Offence
 from nemo_rl_ext.rollout.turn_samples import TurnSample
 
@@ -69,7 +69,7 @@ class RunLog:
             f"[bold]step {step}/{num_steps}[/]  reward {get('train/reward_mean', 0):.3f}  "
             f"loss {get('train/loss', 0):+.4f}  "
             f"{get('timing/step_s', 0):.1f} s"
-            + (f"  [green]held-out accuracy {metrics['eval/accuracy']:.3f}[/]" if "eval/accuracy" in metrics else ""),
+            + (f"  [green]{accuracy_line(metrics)}[/]" if "eval/accuracy" in metrics else ""),
             highlight=False,
         )
         if get("alignment/rows"):
@@ -115,6 +115,19 @@ def _media_record(item: MediaReport) -> dict[str, Any]:
     }
 
 
+def accuracy_line(metrics: Mapping[str, float]) -> str:
+    """Held-out accuracy, over all rows and by what they bring."""
+    prefix = "eval/accuracy_"
+    parts = [f"{key.removeprefix(prefix)} {value:.3f}" for key, value in metrics.items() if key.startswith(prefix)]
+    return f"held-out accuracy {metrics['eval/accuracy']:.3f}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _verdicts(kind: str, metrics: Mapping[str, float]) -> str:
+    """How many media of a kind came out how; empty where there were none."""
+    counts = {verdict.value: metrics.get(f"alignment/{kind}_{verdict.value}", 0.0) for verdict in Verdict}
+    return ", ".join(f"{count:.0f} {verdict}" for verdict, count in counts.items() if count)
+
+
 def alignment_line(metrics: Mapping[str, float]) -> str:
     """What alignment did in one step, in one line."""
 
@@ -126,15 +139,15 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
     reasons.pop("resized", None)
     if reasons:
         masked += " (" + ", ".join(f"{name} {count:.0f}" for name, count in sorted(reasons.items())) + ")"
+    kinds = [f"{kind}s {_verdicts(kind, metrics)}" for kind in ("image", "video") if _verdicts(kind, metrics)]
     gaps = [
         f"{kind} {metrics[f'alignment/logprob_gap_{kind}_mean']:.4f}/{metrics[f'alignment/logprob_gap_{kind}_max']:.4f}"
-        for kind in ("matched", "repaired")
+        for kind in ("matched", "repaired", "video")
         if f"alignment/logprob_gap_{kind}_mean" in metrics
     ]
     return (
-        f"aligned {get('turns'):.0f} turns: {get('media_matched'):.0f} media matched, "
-        f"{get('media_repaired'):.0f} repaired, {get('media_ambiguous'):.0f} ambiguous, "
-        f"{get('media_unalignable'):.0f} unalignable; {masked}; {get('token_delta'):.0f} tokens apart; "
+        f"aligned {get('turns'):.0f} turns: {_verdicts('media', metrics) or 'no'} media"
+        f"{' (' + '; '.join(kinds) + ')' if kinds else ''}; {masked}; {get('token_delta'):.0f} tokens apart; "
         f"{get('repair_ms'):.0f} ms, {get('bytes_shipped') / 2**20:.1f} MiB; log-prob gap {', '.join(gaps) or '-'}"
     )
 

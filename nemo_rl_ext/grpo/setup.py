@@ -75,7 +75,7 @@ def prepare(config: Config) -> Inputs:
         validation = load_manifest(config.data.validation.data_path, policy=policy)
     if config.data.verify_media:
         for manifest in filter(None, (train, validation)):
-            verify_media(manifest)
+            verify_media(manifest, video_backend=config.data.video.backend)
     return Inputs(train=train, validation=validation, media_policy=policy)
 
 
@@ -126,15 +126,29 @@ class Run:
         in_flight = self.config.grpo.async_grpo.enabled and self.config.grpo.async_grpo.in_flight_weight_updates
         self.engine.update_weights(self.policy.state_dict_for_engine(dtype), version, in_flight=in_flight)
 
-    def evaluate(self) -> float:
-        """Share of held-out rows that the greedy policy answers right; a row without an answer is wrong."""
+    def evaluate(self) -> dict[str, float]:
+        """Share of held-out rows that the greedy policy answers right; a row without an answer is wrong.
+
+        `eval/accuracy` over all of them, and `eval/accuracy_image`, `_video` and `_text` over those whose media are
+        images, hold a video, or are none.
+        """
         greedy = Sampling(
             temperature=0.0,
             max_new_tokens=self.sampling.max_new_tokens,
             allowed_token_ids=self.sampling.allowed_token_ids,
             banned_token_ids=self.sampling.banned_token_ids,
         )
-        return float(np.mean(self.collector.scores(self.validation, greedy)))
+        scores = self.collector.scores(self.validation, greedy)
+        by_kind: dict[str, list[float]] = {}
+        for row, value in zip(self.validation, scores, strict=True):
+            by_kind.setdefault(_modality(row), []).append(value)
+        accuracies = {f"eval/accuracy_{kind}": float(np.mean(values)) for kind, values in sorted(by_kind.items())}
+        return {"eval/accuracy": float(np.mean(scores)), **accuracies}
+
+
+def _modality(row: ManifestRow) -> str:
+    kinds = {ref.kind for ref in row.media_refs()}
+    return "video" if kinds - {"image"} else "image" if kinds else "text"
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ PHOTOGRAPHS = {
 }
 
 # Both halves of a crop are brought to this mean and near this spread; the lit one is then raised.
-_MEAN, _SPREAD, _LIGHT = 90.0, 18.0, 100
+_MEAN, _SPREAD, LIGHT = 90.0, 18.0, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,13 @@ def render(picture: Picture) -> np.ndarray:
     )
     pixels = np.asarray(crop, dtype=np.float32)
     middle = width // 2
-    halves = [_even(pixels[:, :middle]), _even(pixels[:, width - middle :])]
-    even = np.concatenate([halves[0], _even(pixels[:, middle : width - middle]), halves[1]], axis=1)
+    halves = [even(pixels[:, :middle]), even(pixels[:, width - middle :])]
+    evened = np.concatenate([halves[0], even(pixels[:, middle : width - middle]), halves[1]], axis=1)
     if picture.lit == "l":
-        even[:, :middle] += _LIGHT
+        evened[:, :middle] += LIGHT
     elif picture.lit == "r":
-        even[:, width - middle :] += _LIGHT
-    return np.clip(np.rint(even), 0, 255).astype(np.uint8)
+        evened[:, width - middle :] += LIGHT
+    return np.clip(np.rint(evened), 0, 255).astype(np.uint8)
 
 
 def encode(picture: Picture) -> tuple[bytes, str]:
@@ -81,7 +81,7 @@ def encode(picture: Picture) -> tuple[bytes, str]:
     return KINDS[picture.kind](render(picture))
 
 
-def _even(half: np.ndarray) -> np.ndarray:
+def even(half: np.ndarray) -> np.ndarray:
     """Equal mean and spread for every half, so that the photograph itself gives no hint."""
     if not half.size:
         return half

@@ -7,10 +7,11 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
-from nemo_rl_ext.align.verdict import MediaAlignmentError, Reason, TurnReport, Verdict
+from nemo_rl_ext.align.verdict import MediaAlignmentError, MediaKind, Reason, TurnReport, Verdict
 from nemo_rl_ext.rollout.errors import MaskedFractionError
 from nemo_rl_ext.rollout.turn_samples import TurnSample, TurnSamples
 
@@ -69,7 +70,7 @@ class AlignmentMetrics:
     def _reset(self) -> None:
         self._sums: Counter[str] = Counter()
         self._reasons: Counter[Reason] = Counter()
-        self._gaps: dict[str, list[tuple[float, float, int]]] = {"matched": [], "repaired": []}
+        self._gaps: dict[str, list[tuple[float, float, int]]] = {"matched": [], "repaired": [], "video": []}
         # Tensors are kept until the flush: an id may be given again once its object is gone.
         self._shipped: dict[int, MediaTensors] = {}
 
@@ -94,6 +95,7 @@ class AlignmentMetrics:
             self._sums["turns"] += 1
             for item in report.media:
                 self._sums[f"media_{item.verdict.value}"] += 1
+                self._sums[f"{item.kind}_{item.verdict.value}"] += 1
             self._sums["token_delta"] += abs(report.token_delta)
             self._sums["repair_ms"] += report.repair_ms
             if aligned.tensors is not None and aligned.changed and id(aligned.tensors) not in self._shipped:
@@ -127,10 +129,15 @@ class AlignmentMetrics:
         if verdicts & self._raise_on:
             raise MediaAlignmentError(str(report))
 
-    def add_gap(self, *, repaired: bool, mean: float, maximum: float, num_tokens: int) -> None:
-        """Count the engine-against-trainer log-prob gap of one row's sampled tokens, in nats."""
-        if num_tokens:
-            self._gaps["repaired" if repaired else "matched"].append((mean, maximum, num_tokens))
+    def add_gap(self, *, repaired: bool, mean: float, maximum: float, num_tokens: int, video: bool = False) -> None:
+        """Count the engine-against-trainer log-prob gap of one row's sampled tokens, in nats.
+
+        A row with a `video` counts once more on its own: wrong frames would drown among the images.
+        """
+        if not num_tokens:
+            return
+        for kind in ("repaired" if repaired else "matched", *(("video",) if video else ())):
+            self._gaps[kind].append((mean, maximum, num_tokens))
 
     def flush(self) -> dict[str, float]:
         """The step's metrics under `alignment/`; counting starts again from zero."""
@@ -145,6 +152,7 @@ class AlignmentMetrics:
             "token_delta",
             "repair_ms",
             "bytes_shipped",
+            *(f"{kind}_{verdict.value}" for kind in get_args(MediaKind) for verdict in Verdict),
         )
         out = {f"alignment/{name}": float(self._sums[name]) for name in names}
         for kind, gaps in self._gaps.items():

@@ -9,28 +9,58 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nemo_rl_ext.grpo.prompts import media_by_turn
 from nemo_rl_ext.manifest import demo
-from nemo_rl_ext.manifest.demo import TILER, build_demo_manifest, score
+from nemo_rl_ext.manifest.demo import build_demo_manifest, score
+from nemo_rl_ext.manifest.demo_clips import VIDEOS
+from nemo_rl_ext.manifest.demo_layout import CYCLE, MAX_MODEL_LEN, MOVING, RESIZED, TILER, plan_rows
 from nemo_rl_ext.manifest.demo_pictures import KINDS, PHOTOGRAPHS, Picture, encode, render
 from nemo_rl_ext.manifest.loading import load_manifest
+from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.rollout.reader import MediaReader
 
-pytest.importorskip("skimage")
+for package in ("skimage", "skvideo", "cv2"):
+    pytest.importorskip(package)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Two cycles of training rows and one of validation rows."""
-    return build_demo_manifest(tmp_path_factory.mktemp("demo"), num_rows=40, seed=0)
+    return build_demo_manifest(tmp_path_factory.mktemp("demo"), num_rows=2 * len(CYCLE), seed=0)
 
 
 @pytest.fixture(scope="module")
-def rows(built):
-    """`[(row, [decoded picture, ...]), ...]` of the training manifest."""
-    manifest = load_manifest(built[0])
-    load = lambda media: load_image(media.ref, manifest.policy, base_dir=manifest.base_dir).pixels  # noqa: E731
-    return [(row, [load(media) for media in row.media_refs()]) for row in manifest]
+def reader(built):
+    return MediaReader(
+        policy=load_manifest(built[0]).policy,
+        base_dir=built[0].parent,
+        num_frames=4,
+        frames_per_tubelet=2,
+        backend="decord",
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(built, reader):
+    """`[(row, [decoded pixels, ...]), ...]` of the training rows with pictures alone."""
+    pictures = [row for row in load_manifest(built[0]) if shape(row) not in (*MOVING, "text")]
+    return [
+        (row, [reader.decode(source)[1] for turn in media_by_turn(row) for source in turn])
+        for row in pictures
+    ]
+
+
+@pytest.fixture(scope="module")
+def clips(built, reader):
+    """`[(row, frames [frames, height, width, 3] as they are sampled), ...]` of the rows that ask about a clip."""
+    moving = [row for row in load_manifest(built[0]) if shape(row) in MOVING]
+    return [(row, reader.decode(media_by_turn(row)[-1][-1])[1]) for row in moving]
+
+
+def shape(row):
+    return row.verifier_metadata["shape"]
 
 
 def brighter(pixels):
@@ -41,7 +71,7 @@ def brighter(pixels):
 
 def test_the_named_picture_answers_the_question(rows):
     for row, pictures in rows:
-        lit = row.verifier_metadata["image"]
+        lit = row.verifier_metadata["lit"]
         answer, contrast = brighter(pictures[lit])
         assert answer == row.verifier_metadata["answer"] and contrast > 50, row.row_id
         for index, pixels in enumerate(pictures):
@@ -52,7 +82,7 @@ def test_the_named_picture_answers_the_question(rows):
 def test_swapped_or_transposed_pixels_do_not(rows):
     """Transposed, the cue is gone; those of another row's picture agree with the answer by chance."""
     lit = [
-        (row.verifier_metadata["answer"], pictures[row.verifier_metadata["image"]]) for row, pictures in rows
+        (row.verifier_metadata["answer"], pictures[row.verifier_metadata["lit"]]) for row, pictures in rows
     ]
     for _, pixels in lit:
         assert brighter(pixels.transpose(1, 0, 2))[1] < 25
@@ -60,14 +90,71 @@ def test_swapped_or_transposed_pixels_do_not(rows):
     assert 0.25 < np.mean(agreement) < 0.75
 
 
-def test_nothing_but_the_pixels_tells_the_answer(rows):
+def moves_to(frames):
+    """Where the light of a clip goes, from its first and last frame."""
+    (first, strength), (last, _) = brighter(frames[0]), brighter(frames[-1])
+    assert first != last and strength > 50
+    return last
+
+
+def test_a_clip_answers_by_its_motion_and_backwards_it_answers_wrong(clips):
+    assert {shape(row) for row, _ in clips} == set(MOVING)
+    for row, frames in clips:
+        assert len(frames) == (2 if shape(row) == "short_clip" else 4), row.row_id
+        assert moves_to(frames) == row.verifier_metadata["answer"] != moves_to(frames[::-1]), row.row_id
+
+
+def test_another_rows_clip_agrees_with_the_answer_by_chance(clips):
+    agreement = [
+        row.verifier_metadata["answer"] == moves_to(frames) for (row, _), (_, frames) in pairwise(clips)
+    ]
+    assert 0.2 < np.mean(agreement) < 0.8
+
+
+def test_clips_come_as_files_as_frame_lists_and_as_a_tools_result(built):
+    by_shape = {shape(row): row for row in load_manifest(built[0])}
+    assert [ref.kind for ref in by_shape["clip"].media_refs()] == ["video"]
+    frames = by_shape["frames"].media_refs()
+    assert [ref.kind for ref in frames] == ["frame"] * 4 and frames[0].frame_index == 0 and frames[0].fps
+    assert by_shape["short_clip"].num_frames == 2
+    assert [ref.kind for ref in by_shape["picture_and_clip"].media_refs()] == ["image", "video"]
+    assert [(ref.turn, ref.kind) for ref in by_shape["tool_clip"].media_refs()] == [
+        (0, "image"),
+        (1, "video"),
+    ]
+
+
+def test_text_rows_carry_their_answer(built):
+    texts = [row for row in load_manifest(built[0]) if shape(row) == "text"]
+    assert texts and not any(row.media_refs() for row in texts)
+    for row in texts:
+        assert row.messages()[0].parts[-1].text == row.verifier_metadata["answer"] + "?"
+
+
+def test_nothing_but_the_media_tells_the_answer():
     """Answers are balanced within each shape of row; the text before them never differs by answer."""
-    counts = Counter((row.verifier_metadata["shape"], row.verifier_metadata["answer"]) for row, _ in rows)
-    shapes = {shape for shape, _ in counts}
-    assert shapes == {"one", "odd", "two", "many", "square", "tool", "tool_many"}
-    for shape in shapes:
-        assert abs(counts[shape, "l"] - counts[shape, "r"]) <= 1, counts
-    assert sum(counts[shape, "l"] for shape in shapes) == len(rows) / 2
+    plans = plan_rows("train", 4 * len(CYCLE), np.random.default_rng(0))
+    counts = Counter((plan.shape, plan.answer) for plan in plans)
+    shapes = {plan.shape for plan in plans}
+    assert shapes == {*CYCLE, "overlong"}
+    for name in shapes:
+        assert abs(counts[name, "l"] - counts[name, "r"]) <= 1, counts
+    assert sum(counts[name, "l"] for name in shapes) == len(plans) / 2
+
+
+def test_few_training_rows_outgrow_the_context_and_no_held_out_one():
+    plans = plan_rows("train", 240, np.random.default_rng(0))
+    assert [index for index, plan in enumerate(plans) if plan.shape == "overlong"] == [60, 180]
+    held_out = plan_rows("validation", 240, np.random.default_rng(0))
+    assert not any(plan.shape == "overlong" for plan in held_out)
+
+
+def test_an_overlong_row_fits_at_first_and_not_with_its_tools_result(tmp_path):
+    """The byte-level tokenizer makes at least one token of every byte."""
+    build_demo_manifest(tmp_path, num_rows=61, num_validation_rows=2, seed=0)
+    row = load_manifest(tmp_path / "train.jsonl")[60]
+    assert shape(row) == "overlong" and row.num_turns == 2
+    assert len(row.messages(1)[0].parts[0].text) > MAX_MODEL_LEN
 
 
 def test_one_whole_picture_is_as_bright_whichever_half_is_lit():
@@ -106,31 +193,32 @@ def test_rows_fit_the_engine_and_a_good_share_is_over_its_budget(rows):
     resized, several_grids = set(), set()
     for row, pictures in rows:
         sizes = [pixels.shape[:2] for pixels in pictures]
-        grids = TILER.joint_grids(sizes, demo.MAX_MODEL_LEN - 4)
+        grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - 4)
         tokens = [grid.num_tokens() for grid in grids]
-        assert sum(tokens) + 20 < demo.MAX_MODEL_LEN
+        assert sum(tokens) + 20 < MAX_MODEL_LEN
         if any(grid != TILER.static_grid(size) for grid, size in zip(grids, sizes, strict=True)):
             resized.add(row.verifier_metadata["shape"])
         if any(len(TILER.feasible_grids(size, n)) > 1 for size, n in zip(sizes, tokens, strict=True)):
             several_grids.add(row.verifier_metadata["shape"])
-    assert resized == {"many", "square", "tool_many"}
+    assert resized == set(RESIZED)
     assert "square" in several_grids
-    share = sum(row.verifier_metadata["shape"] in resized for row, _ in rows) / len(rows)
-    assert share == 0.25
+    share = sum(shape(row) in resized for row, _ in rows) / (2 * len(CYCLE))
+    assert share == 4 / 24
 
 
-def test_two_turn_rows_bring_their_last_pictures_late(rows):
-    late = [row for row, _ in rows if row.turns]
+def test_two_turn_rows_bring_their_last_media_late(built):
+    late = [row for row in load_manifest(built[0]) if row.turns]
     assert len(late) == 6
     for row in late:
         assert row.num_turns == 2 and row.messages(1)[0].role == "tool"
         assert {media.turn for media in row.media_refs()} == {0, 1}
 
 
-def test_validation_shows_other_photographs(built):
-    assert not set(PHOTOGRAPHS["train"]) & set(PHOTOGRAPHS["validation"])
+def test_validation_shows_other_photographs_and_videos(built):
+    for sources in (PHOTOGRAPHS, VIDEOS):
+        assert not set(sources["train"]) & set(sources["validation"])
     train, validation = (load_manifest(path) for path in built)
-    assert (len(train), len(validation)) == (40, 20)
+    assert (len(train), len(validation)) == (48, 24)
     assert not {row.row_id for row in train} & {row.row_id for row in validation}
 
 
@@ -149,7 +237,7 @@ def test_rebuilt_only_when_something_differs(tmp_path, monkeypatch):
     train, _ = build_demo_manifest(tmp_path, num_rows=4, seed=0)
     (tmp_path / "checkpoint").mkdir()
     before = train.stat().st_mtime_ns, tree(tmp_path)
-    monkeypatch.setattr(demo, "_plan_rows", None)  # a rebuild would call it
+    monkeypatch.setattr(demo, "plan_rows", None)  # a rebuild would call it
     build_demo_manifest(tmp_path, num_rows=4, seed=0)
     assert (train.stat().st_mtime_ns, tree(tmp_path)) == before
     with pytest.raises(TypeError):
@@ -200,9 +288,11 @@ def test_score_never_raises(row):
 def test_paths_are_relative_so_that_the_directory_can_move(built, tmp_path):
     for line in built[0].read_text().splitlines():
         for part in json.loads(line)["responses_create_params"]["input"][0]["content"]:
-            assert not part.get("image_url", "").startswith("/")
+            assert not (part.get("image_url") or part.get("video_url") or "").startswith("/")
     moved = tmp_path / "moved"
     import shutil
 
     shutil.copytree(built[0].parent, moved)
-    assert len(load_manifest(moved / "train.jsonl")) == 40
+    manifest = load_manifest(moved / "train.jsonl")
+    assert len(manifest) == 48
+    verify_media(manifest)
