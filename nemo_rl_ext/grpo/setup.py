@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from nemo_rl_ext.align.families.nemotron import Layout
+from nemo_rl_ext.grpo.assembly import AlignmentOptions
 from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint, require_checkpoint
-from nemo_rl_ext.grpo.collector import AlignmentOptions, Collector, Sampling
+from nemo_rl_ext.grpo.collector import Collector
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine import start_engine
 from nemo_rl_ext.grpo.engine_client import EngineClient
+from nemo_rl_ext.grpo.player import Player, Sampling
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.prompts import PromptRenderer
 from nemo_rl_ext.grpo.requests import EngineConfig
@@ -249,19 +251,22 @@ def _assemble(config: Config, inputs: Inputs, policy: Policy, engine: EngineClie
         seed=grpo.seed,
     )
     collector = Collector(
-        engine=engine,
+        player=Player(
+            engine=engine,
+            pool=pool,
+            renderer=PromptRenderer(tokenizer),
+            max_turns=grpo.max_rollout_turns,
+            captured=alignment.geometry_source == "captured",
+        ),
         pool=pool,
-        renderer=PromptRenderer(tokenizer),
         reward=score,
         sampling=sampling,
         options=AlignmentOptions(
             enabled=alignment.enabled,
-            captured=alignment.geometry_source == "captured",
             share_static=grpo.deduplicate_multimodal_data,
             max_model_len=config.policy.generation.vllm_cfg.max_model_len,
         ),
         num_generations=grpo.num_generations_per_prompt,
-        max_turns=grpo.max_rollout_turns,
     )
     return Run(
         config=config,

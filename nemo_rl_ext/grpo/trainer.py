@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_ext.grpo.batch import MediaTensors, PolicyBatch, PolicyRow, collate
-from nemo_rl_ext.grpo.collector import Sampling
 from nemo_rl_ext.grpo.loss import clipped_policy_loss
+from nemo_rl_ext.grpo.player import Sampling
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.rollouts import FlatSequence, PromptGroup, Rollout, flatten
 from nemo_rl_ext.grpo.weight_history import WeightHistory
