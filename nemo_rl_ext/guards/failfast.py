@@ -288,7 +288,8 @@ def _tensorboard_flushes() -> list[Callable[[], Any]]:
     classes = tuple(m.SummaryWriter for m in modules if m is not None and hasattr(m, "SummaryWriter"))
     if not classes:
         return []
-    return [o.flush for o in gc.get_objects() if isinstance(o, classes)]
+    # By type: isinstance would ask proxies for their __class__, and some of them raise.
+    return [o.flush for o in gc.get_objects() if issubclass(type(o), classes)]
 
 
 def _wandb_finishes() -> list[Callable[[], Any]]:

@@ -220,6 +220,17 @@ def test_without_the_guard_the_renderers_package_makes_the_phantom(nemotron_toke
     assert ids.count(nemotron_tokenizer.convert_tokens_to_ids("<image>")) == 1
 
 
+def test_phantoms_are_counted_through_the_renderers_own_media_map(nemotron_tokenizer):
+    from nemo_rl_ext.guards.phantom import find_phantoms
+
+    messages = [USER, assistant({"style": SEED_STRING})]
+    renderer = build("nemotron3.5")(nemotron_tokenizer)
+    safe = SafeRenderer(build("nemotron3.5"), SafeEncoder(nemotron_tokenizer))
+    media = renderer.mm_token_type_id_map
+    assert find_phantoms(renderer.render_ids(messages), media).num_tokens == 1
+    assert find_phantoms(safe.render_ids(messages), safe.mm_token_type_id_map).num_tokens == 0
+
+
 def test_safe_tokenizer_refuses_what_it_cannot_keep(nemotron_tokenizer):
     tokenizer = SafeTokenizer(SafeEncoder(nemotron_tokenizer))
     with pytest.raises(ValueError, match="without added special tokens"):

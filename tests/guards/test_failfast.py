@@ -139,6 +139,20 @@ def test_tensorboard_events_reach_the_disk(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.25)]
 
 
+def test_a_wandb_run_is_finished_as_failed(tmp_path):
+    """wandb talks to a network, so its module is a fake here."""
+    script = f"""
+        import pathlib, sys, types
+        from nemo_rl_ext.guards.failfast import fail_fast
+        finish = lambda exit_code: pathlib.Path({str(tmp_path / "code")!r}).write_text(str(exit_code))
+        sys.modules["wandb"] = types.SimpleNamespace(run=types.SimpleNamespace(finish=finish))
+        with fail_fast():
+            raise RuntimeError("x")
+    """
+    assert run(script)[0] == 1
+    assert (tmp_path / "code").read_text() == "1"
+
+
 def test_children_do_not_outlive_the_process():
     script = """
         import multiprocessing, time
