@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wrong pixels cost: the same task, seeds and steps with aligned, swapped, transposed and no pixels.
+"""What wrong pixels cost: the same task, seeds and steps with aligned pixels, with others, and with none.
 
 Every arm has the right number of features for every run, so no count check objects. Reported are held-out accuracy
 and the float32 engine-against-trainer log-prob gap, measured on the very weights that sampled.
 
     python -m benchmarks arms --steps 80 --seeds 3
+    python -m benchmarks arms --modality video --steps 80 --seeds 3
 """
 
 from __future__ import annotations
@@ -22,41 +23,44 @@ import torch
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.grpo.collector import Collector
+from nemo_rl_ext.grpo.components import new_policy
 from nemo_rl_ext.grpo.config import Config, load_config
 from nemo_rl_ext.grpo.loop import steps_of
+from nemo_rl_ext.grpo.prompts import media_by_turn
 from nemo_rl_ext.grpo.rollouts import PromptGroup
-from nemo_rl_ext.grpo.setup import Run, new_policy, prepare, start
+from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.trainer import train_step
 from nemo_rl_ext.grpo.weight_history import WeightHistory
+from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 from nemo_rl_ext.rollout.packed import pack
 
-ARMS = ("aligned", "other image", "transposed", "text only")
+ARMS = {
+    "image": ("aligned", "other image", "transposed", "text only"),
+    "video": ("aligned", "other clip", "reversed", "text only"),
+}
 CONFIG = Path(__file__).parents[1] / "configs" / "embedded_async.yaml"
 
 
 def tamper(arm: str, groups: Sequence[PromptGroup], collector: Collector) -> None:
-    """Replace every message's pixels as the arm says, on grids with the same number of tokens."""
+    """Replace every message's pixels as the arm says, on grids and frames with the same number of tokens."""
     if arm == "aligned":
         return
     media = [
-        (message, Grid(*grid), image)
+        (message, collector.images_of(group.row))
         for group in groups
-        for rollout in group.rollouts[:1]
-        for segment in rollout.segments
+        for segment in group.rollouts[0].segments
         for message in segment.message_log
-        if "image_grid_hw" in message
-        for grid, image in zip(
-            message["image_grid_hw"].as_tensor().tolist(), collector.images_of(group.row), strict=True
-        )
+        if "pixel_values" in message
     ]
-    assert all(len(message["image_grid_hw"].as_tensor()) == 1 for message, *_ in media), "single-image rows only"
+    assert all(len(pixels) == 1 for _, pixels in media), "rows with one medium only"
     replaced = {}
-    for index, (message, grid, image) in enumerate(media):
-        source = media[(index + 1) % len(media)][2] if arm == "other image" else image
+    for index, (message, (own,)) in enumerate(media):
+        source = media[(index + 1) % len(media)][1][0] if arm.startswith("other") else own
+        grid = Grid(*message["image_grid_hw"].as_tensor()[0].tolist())
         target = Grid(grid.width, grid.height) if arm == "transposed" else grid
-        item = MediaItem(size=source.shape[:2], source=arm, load=lambda source=source: source[None])
-        pixels = collector.pool.family.render(item, target)
+        frames = int(message["num_frames"].as_tensor()[0]) if "num_frames" in message else 0
+        pixels = collector.pool.family.render(_item(arm, source, frames), target)
         if arm == "text only":
             pixels = torch.zeros_like(pixels)
         replaced[id(message["pixel_values"].as_tensor())] = (pixels, torch.tensor([target]))
@@ -70,12 +74,34 @@ def tamper(arm: str, groups: Sequence[PromptGroup], collector: Collector) -> Non
                         message["image_grid_hw"] = pack("image_grid_hw", grids)
 
 
-def run_arm(run: Run, config: Config, arm: str, seed: int, version: int) -> tuple[dict[str, float], int]:
+def _item(arm: str, pixels: np.ndarray, frames: int) -> MediaItem:
+    """An image, or `frames` frames of a clip spread over those that there are, backwards where the arm says so."""
+    if not frames:
+        return MediaItem(size=pixels.shape[:2], source=arm, load=lambda: pixels[None])
+    places = np.linspace(0, len(pixels) - 1, frames).round().astype(int)
+    chosen = pixels[places[::-1] if arm == "reversed" else places]
+    return MediaItem(
+        kind="video",
+        size=pixels.shape[1:3],
+        source=arm,
+        load=lambda indices: chosen,
+        frame_indices=tuple(range(frames)),
+    )
+
+
+def single(rows: Sequence[ManifestRow], modality: str) -> list[ManifestRow]:
+    """The rows that bring one image, or one clip, and nothing else."""
+    kinds = [[source.kind for turn in media_by_turn(row) for source in turn] for row in rows]
+    return [row for row, found in zip(rows, kinds, strict=True) if found == [modality] and row.num_turns == 1]
+
+
+def run_arm(
+    run: Run, config: Config, rows: Sequence[ManifestRow], arm: str, seed: int, version: int
+) -> tuple[dict[str, float], int]:
     """Train one arm from the checkpoint; returns its results and the last weight version used."""
     run.policy = new_policy(config)
     version += 1
     run.engine.update_weights(run.policy.state_dict_for_engine(torch.float32), version, in_flight=False)
-    rows = [row for row in run.train if len(row.media_refs()) == 1]
     gaps: list[float] = []
     rewards: list[float] = []
     started = time.perf_counter()
@@ -93,10 +119,14 @@ def run_arm(run: Run, config: Config, arm: str, seed: int, version: int) -> tupl
         metrics = AlignmentMetrics()
         history = WeightHistory(1)
         history.keep(version, run.policy)
-        train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=history)
+        train_step(
+            run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=history
+        )
         flushed = metrics.flush()
         gaps += [
-            value for name, value in flushed.items() if name.startswith("alignment/logprob_gap") and "mean" in name
+            value
+            for name, value in flushed.items()
+            if name in ("alignment/logprob_gap_matched_mean", "alignment/logprob_gap_repaired_mean")
         ]
         rewards.append(float(np.mean([rollout.reward for group in groups for rollout in group.rollouts])))
         version += 1
@@ -116,10 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(prog="benchmarks arms", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--modality", choices=ARMS, default="image")
+    parser.add_argument("--arms", nargs="+", default=None, help="some of the modality's arms; all by default")
     parser.add_argument("--json", type=Path, default=None, help="write the results here as JSON")
     options = parser.parse_args(arguments)
-    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
+    arms = options.arms or ARMS[options.modality]
+    if unknown := sorted(set(arms) - set(ARMS[options.modality])):
+        parser.error(f"unknown arms {unknown}; those of {options.modality} are {ARMS[options.modality]}")
+    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as scratch:
         config = load_config(
             CONFIG,
@@ -134,13 +168,17 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         )
         inputs = prepare(config)
         with start(config, inputs) as run:
-            run.validation = [row for row in run.validation if len(row.media_refs()) == 1]
+            run.validation = single(run.validation, options.modality)
+            rows = single(run.train, options.modality)
             version = 0
             for seed in range(options.seeds):
-                for arm in options.arms:
-                    result, version = run_arm(run, config, arm, seed, version)
+                for arm in arms:
+                    result, version = run_arm(run, config, rows, arm, seed, version)
                     results[arm].append(result)
-                    print(f"seed {seed} {arm}: {json.dumps({k: round(v, 5) for k, v in result.items()})}", flush=True)
+                    print(
+                        f"seed {seed} {arm}: {json.dumps({k: round(v, 5) for k, v in result.items()})}",
+                        flush=True,
+                    )
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ import numpy as np
 
 from nemo_rl_ext.grpo.assembly import AlignmentOptions, GroupAssembly
 from nemo_rl_ext.grpo.buffer import TrajectoryBuffer
+from nemo_rl_ext.grpo.gym_player import GymPlayer
 from nemo_rl_ext.grpo.player import Conversation, Player, Sampling
 from nemo_rl_ext.grpo.prompts import media_by_turn
 from nemo_rl_ext.grpo.rollouts import PromptGroup
@@ -25,7 +26,7 @@ class Collector:
     def __init__(
         self,
         *,
-        player: Player,
+        player: Player | GymPlayer,
         pool: AlignerPool,
         reward: Reward,
         sampling: Sampling,
@@ -70,7 +71,7 @@ class Collector:
 
     def _score(self, conversation: Conversation) -> tuple[str, float]:
         text = self.player.answer(conversation)
-        return text, self.reward(conversation.row, text)
+        return text, self.reward(conversation.row, text) if conversation.reward is None else conversation.reward
 
     def images_of(self, row: ManifestRow) -> tuple[np.ndarray, ...]:
         """The decoded media of a row, uint8 RGB, in prompt order."""

@@ -315,6 +315,10 @@ class NemoGymConfig(Block):
     venv: ConfigPath = Field(
         default=Path(".venv-gym"), description="NeMo-Gym's own Python environment, as built by `make gym`."
     )
+    root: ConfigPath = Field(
+        default=Path("gym_resources"),
+        description="Directory of our resources servers, in Gym's layout; their scoring modules are loaded from it.",
+    )
     config_paths: list[ConfigPath] = Field(
         default_factory=list, description="Gym configuration files of the agents and resources servers."
     )

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MODEL_CONFIG = Path("responses_api_models/engine_token_ids/configs/engine_token_ids.yaml")
 SERVER_FOLDERS = ("resources_servers", "responses_api_models", "responses_api_agents")
 _LOG_LINES = 25
+_ATTEMPTS = 3
 
 # Gym in a process group of its own, ended when our end of its standard input closes: by `close`, or by our own death.
 _KEEPER = """
@@ -62,7 +63,7 @@ class GymConfig:
     model_name: the name that the endpoint knows its model by.
     run_dir: where Gym works and logs; kept.
     overrides: further `key=value` overrides of Gym's configuration.
-    start_timeout_s: seconds until every server must answer; a start that fails is tried once more.
+    start_timeout_s: seconds until every server must answer; a start that fails is tried twice more.
     """
 
     venv: Path
@@ -106,7 +107,7 @@ class GymServers:
             if not waiting:
                 return
             time.sleep(0.5)
-        raise GymError(f"{', '.join(waiting)} did not answer within {timeout_s:.0f} s; {self._log_tail()}")
+        raise GymError(f"{', '.join(waiting)} did not answer within {timeout_s:g} s; {self._log_tail()}")
 
     def check(self) -> None:
         """Raise `GymError` when Gym has died."""
@@ -144,15 +145,18 @@ def start_gym(config: GymConfig) -> Iterator[GymServers]:
     with tempfile.TemporaryDirectory(prefix="gym-ray-") as ray_dir:
         servers = _launch(gym, config, ray_dir)
         try:
-            try:
-                servers.wait_until_ready(config.start_timeout_s)
-            except GymError as error:
-                # Gym starts a Ray, which gives itself 30 s; an engine that starts on the same cores can use them up,
-                # and then Gym ends or, when only a part of Ray is missing, waits for ever
-                logger.warning("starting Gym once more: %s", error)
-                servers.close()
-                servers = _launch(gym, config, ray_dir)
-                servers.wait_until_ready(config.start_timeout_s)
+            for left in range(_ATTEMPTS - 1, -1, -1):
+                try:
+                    servers.wait_until_ready(config.start_timeout_s)
+                    break
+                except GymError as error:
+                    # Gym starts a Ray, which gives itself 30 s; an engine that starts on the same cores can use them
+                    # up, and then Gym ends or, when only a part of Ray is missing, waits for ever
+                    if not left:
+                        raise
+                    logger.warning("starting Gym again: %s", error)
+                    servers.close()
+                    servers = _launch(gym, config, ray_dir)
             logger.info("Gym is ready: %s", ", ".join(sorted(servers.urls)))
             yield servers
         finally:

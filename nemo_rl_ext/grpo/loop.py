@@ -49,6 +49,18 @@ def run_grpo(config: Config, *, resume: bool = False, console: Console | None = 
             return _train(run, log, first_step)
         finally:
             log.close()
+            if config.logger.report_enabled:
+                _report(config.logger.log_dir, console)
+
+
+def _report(run_dir: Path, console: Console) -> None:
+    """Write the run's page, of a failed run too; it must never hide what ended the run."""
+    from nemo_rl_ext.report.page import write_report
+
+    try:
+        console.print(f"report: {write_report(run_dir)}", highlight=False, soft_wrap=True)
+    except ValueError as error:
+        logger.warning("no report was written: %s", error)
 
 
 def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:

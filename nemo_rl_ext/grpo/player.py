@@ -33,7 +33,7 @@ class Sampling:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """One generation of a row while it is played."""
+    """One generation of a row while it is played. `reward` is set where the player's own environment scores."""
 
     row: ManifestRow
     media: list[tuple[MediaSource, ...]]
@@ -41,6 +41,8 @@ class Conversation:
     prompt: np.ndarray
     turns: list[EngineTurn] = field(default_factory=list)
     error: str = ""
+    text: str = ""
+    reward: float | None = None
 
     def media_inputs(self) -> tuple[tuple[np.ndarray, ...], tuple[VideoInput, ...]]:
         """Decoded images and videos of every turn so far and of the one to come, each in prompt order."""
@@ -110,7 +112,7 @@ class Player:
                     n=len(batch),
                     max_new_tokens=sampling.max_new_tokens,
                     temperature=sampling.temperature,
-                    seed=_seed(sampling.seed, step, turn, number),
+                    seed=request_seed(sampling.seed, step, turn, number),
                     allowed_token_ids=sampling.allowed_token_ids,
                     banned_token_ids=sampling.banned_token_ids,
                 )
@@ -164,6 +166,6 @@ def _video_metadata(fact: MediaFacts) -> dict[str, Any]:
     }
 
 
-def _seed(*numbers: int) -> int:
+def request_seed(*numbers: int) -> int:
     """One reproducible 31-bit seed from a run's seed and the place of a request in it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)

@@ -32,7 +32,11 @@ class PromptRenderer:
 
     def first(self, row: ManifestRow) -> np.ndarray:
         """Ids int32 [tokens] of the prompt of a row's first turn."""
-        return self._ids(self._text(_chat(row.messages(0))))
+        return self.chat(_chat(row.messages(0)))
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
+        """Ids int32 [tokens] of messages in the form that chat templates take, ready for an answer."""
+        return self._ids(self._text(messages))
 
     def following(self, row: ManifestRow, turn: int, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
         """Ids of turn `turn`'s prompt: the last prompt, what was sampled on it, and the new messages.

@@ -9,34 +9,38 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from nemo_rl_ext.align.families.nemotron import Layout
-from nemo_rl_ext.grpo.assembly import AlignmentOptions
 from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint, require_checkpoint
 from nemo_rl_ext.grpo.collector import Collector
+from nemo_rl_ext.grpo.components import (
+    aligner_config,
+    alignment_options,
+    engine_config,
+    gym_config,
+    loss_options,
+    new_policy,
+    reward_of,
+    sampling_of,
+)
 from nemo_rl_ext.grpo.config import Config
+from nemo_rl_ext.grpo.endpoint import Completions, serve
 from nemo_rl_ext.grpo.engine import start_engine
 from nemo_rl_ext.grpo.engine_client import EngineClient
+from nemo_rl_ext.grpo.gym_player import GymPlayer
+from nemo_rl_ext.grpo.gym_servers import start_gym
 from nemo_rl_ext.grpo.player import Player, Sampling
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.prompts import PromptRenderer
-from nemo_rl_ext.grpo.requests import EngineConfig
 from nemo_rl_ext.grpo.trainer import LossOptions
-from nemo_rl_ext.guards.sampling import media_token_ban
-from nemo_rl_ext.manifest.demo import build_demo_manifest, score
+from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.sources import MediaPolicy
-from nemo_rl_ext.rollout.aligner import AlignerConfig
 from nemo_rl_ext.rollout.pool import AlignerPool
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +161,7 @@ def _modality(row: ManifestRow) -> str:
 def start(config: Config, inputs: Inputs) -> Iterator[Run]:
     """Start Ray, the engine, the aligners and the policy; end all of them on the way out, however it comes."""
     import ray
+    from transformers import AutoTokenizer
 
     owns_ray = not ray.is_initialized()
     if owns_ray:
@@ -173,14 +178,36 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
         )
     pool = engine = None
     try:
-        pool = AlignerPool(_aligner_config(config, inputs), config.grpo.media_alignment.num_aligners)
+        aligner = aligner_config(config, inputs.media_policy, inputs.train.base_dir)
+        pool = AlignerPool(aligner, config.grpo.media_alignment.num_aligners)
         with ThreadPoolExecutor(1) as executor:
-            starting = executor.submit(EngineClient, lambda: start_engine(_engine_config(config)))
+            starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
             try:
                 policy = new_policy(config)
             finally:
                 engine = starting.result()
-        yield _assemble(config, inputs, policy, engine, pool)
+        tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
+        renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammar)
+        with _player(config, inputs, engine, pool, renderer, sampling) as player:
+            collector = Collector(
+                player=player,
+                pool=pool,
+                reward=reward_of(config),
+                sampling=sampling,
+                options=alignment_options(config),
+                num_generations=config.grpo.num_generations_per_prompt,
+            )
+            yield Run(
+                config=config,
+                policy=policy,
+                engine=engine,
+                pool=pool,
+                collector=collector,
+                sampling=sampling,
+                loss=loss_options(config),
+                train=inputs.train,
+                validation=inputs.validation[: config.grpo.max_val_samples] if inputs.validation is not None else (),
+            )
     finally:
         for part in (pool, engine):
             if part is not None:
@@ -189,115 +216,35 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             ray.shutdown()
 
 
-def new_policy(config: Config) -> Policy:
-    """The policy as the checkpoint has it, with a fresh optimizer."""
-    optimizer = config.policy.optimizer
-    torch.manual_seed(config.grpo.seed)
-    return Policy.from_pretrained(
-        config.policy.model_name,
-        precision=config.policy.precision,
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        betas=tuple(optimizer.betas),
-        eps=optimizer.eps,
-        max_grad_norm=config.policy.max_grad_norm,
-    )
-
-
-def _engine_config(config: Config) -> EngineConfig:
-    vllm = config.policy.generation.vllm_cfg
-    return EngineConfig(
-        model=str(config.policy.model_name),
-        precision=vllm.precision,
-        max_model_len=vllm.max_model_len,
-        max_num_seqs=vllm.max_num_seqs,
-        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
-        enforce_eager=vllm.enforce_eager,
-        limit_images=vllm.limit_mm_per_prompt.image,
-        limit_videos=vllm.limit_mm_per_prompt.video,
-        mm_processor_cache_gb=vllm.mm_processor_cache_gb,
-        enable_prefix_caching=vllm.enable_prefix_caching,
-        video_pruning_rate=vllm.video_pruning_rate,
-        hf_overrides=vllm.hf_overrides,
-        trust_remote_code=config.policy.trust_remote_code,
-        seed=config.grpo.seed,
-    )
-
-
-def _aligner_config(config: Config, inputs: Inputs) -> AlignerConfig:
-    return AlignerConfig(
-        model_dir=config.policy.model_name,
+@contextlib.contextmanager
+def _player(
+    config: Config,
+    inputs: Inputs,
+    engine: EngineClient,
+    pool: AlignerPool,
+    renderer: PromptRenderer,
+    sampling: Sampling,
+) -> Iterator[Player | GymPlayer]:
+    """Rows are played on the engine directly, or through Gym's servers on the engine's endpoint."""
+    max_turns = config.grpo.max_rollout_turns
+    if not config.env.should_use_nemo_gym:
+        captured = config.grpo.media_alignment.geometry_source == "captured"
+        yield Player(engine=engine, pool=pool, renderer=renderer, max_turns=max_turns, captured=captured)
+        return
+    completions = Completions(
+        engine=engine,
+        renderer=renderer,
+        sampling=sampling,
         media_policy=inputs.media_policy,
-        base_dir=inputs.train.base_dir,
-        layout=Layout.NATIVE,
-        dtype=getattr(torch, config.policy.precision),
-        cache_bytes=config.grpo.media_alignment.cache_bytes,
-        num_frames=config.data.video.num_frames,
-        video_backend=config.data.video.backend,
-        trust_remote_code=config.policy.trust_remote_code,
+        model_name=str(config.policy.model_name),
     )
-
-
-def _assemble(config: Config, inputs: Inputs, policy: Policy, engine: EngineClient, pool: AlignerPool) -> Run:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
-    grpo, alignment = config.grpo, config.grpo.media_alignment
-    sampling = Sampling(
-        temperature=config.policy.generation.temperature,
-        max_new_tokens=config.policy.generation.max_new_tokens,
-        allowed_token_ids=_allowed_token_ids(tokenizer, config.policy.generation.allowed_tokens),
-        banned_token_ids=media_token_ban(pool.family.grammar).token_ids if alignment.ban_media_tokens else (),
-        seed=grpo.seed,
-    )
-    collector = Collector(
-        player=Player(
+    with serve(completions) as base_url, start_gym(gym_config(config, base_url)) as servers:
+        yield GymPlayer(
+            servers=servers,
             engine=engine,
             pool=pool,
-            renderer=PromptRenderer(tokenizer),
-            max_turns=grpo.max_rollout_turns,
-            captured=alignment.geometry_source == "captured",
-        ),
-        pool=pool,
-        reward=score,
-        sampling=sampling,
-        options=AlignmentOptions(
-            enabled=alignment.enabled,
-            share_static=grpo.deduplicate_multimodal_data,
-            max_model_len=config.policy.generation.vllm_cfg.max_model_len,
-        ),
-        num_generations=grpo.num_generations_per_prompt,
-    )
-    return Run(
-        config=config,
-        policy=policy,
-        engine=engine,
-        pool=pool,
-        collector=collector,
-        sampling=sampling,
-        loss=LossOptions(
-            clip_min=config.loss_fn.ratio_clip_min,
-            clip_max=config.loss_fn.ratio_clip_max,
-            token_level=config.loss_fn.token_level_loss,
-            normalize_rewards=grpo.normalize_rewards,
-            micro_batch_size=config.policy.train_micro_batch_size,
-        ),
-        train=inputs.train,
-        validation=inputs.validation[: grpo.max_val_samples] if inputs.validation is not None else (),
-    )
-
-
-def _allowed_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Ids of the only tokens that may be sampled. Raises ValueError for a text that is not one token."""
-    if texts is None:
-        return None
-    ids = []
-    for text in texts:
-        encoded = tokenizer(text, add_special_tokens=False).input_ids
-        if len(encoded) != 1:
-            raise ValueError(
-                f"policy.generation.allowed_tokens: {text!r} is {len(encoded)} tokens for this tokenizer; "
-                "each entry must be exactly one"
-            )
-        ids.append(encoded[0])
-    return tuple(ids)
+            renderer=renderer,
+            media_policy=inputs.media_policy,
+            base_dir=inputs.train.base_dir,
+            max_turns=max_turns,
+        )

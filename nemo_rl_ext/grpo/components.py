@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration to the parts of a run: one function per part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl_ext.align.families.nemotron import Layout
+from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.grpo.assembly import AlignmentOptions
+from nemo_rl_ext.grpo.config import Config
+from nemo_rl_ext.grpo.gym import in_process_scorer
+from nemo_rl_ext.grpo.gym_servers import GymConfig
+from nemo_rl_ext.grpo.player import Sampling
+from nemo_rl_ext.grpo.policy import Policy
+from nemo_rl_ext.grpo.requests import EngineConfig
+from nemo_rl_ext.grpo.trainer import LossOptions
+from nemo_rl_ext.guards.sampling import media_token_ban
+from nemo_rl_ext.manifest.demo import score
+from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.rollout.aligner import AlignerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def new_policy(config: Config) -> Policy:
+    """The policy as the checkpoint has it, with a fresh optimizer."""
+    optimizer = config.policy.optimizer
+    torch.manual_seed(config.grpo.seed)
+    return Policy.from_pretrained(
+        config.policy.model_name,
+        precision=config.policy.precision,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        betas=tuple(optimizer.betas),
+        eps=optimizer.eps,
+        max_grad_norm=config.policy.max_grad_norm,
+    )
+
+
+def engine_config(config: Config) -> EngineConfig:
+    """Arguments of the in-process engine."""
+    vllm = config.policy.generation.vllm_cfg
+    return EngineConfig(
+        model=str(config.policy.model_name),
+        precision=vllm.precision,
+        max_model_len=vllm.max_model_len,
+        max_num_seqs=vllm.max_num_seqs,
+        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
+        enforce_eager=vllm.enforce_eager,
+        limit_images=vllm.limit_mm_per_prompt.image,
+        limit_videos=vllm.limit_mm_per_prompt.video,
+        mm_processor_cache_gb=vllm.mm_processor_cache_gb,
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        video_pruning_rate=vllm.video_pruning_rate,
+        hf_overrides=vllm.hf_overrides,
+        trust_remote_code=config.policy.trust_remote_code,
+        seed=config.grpo.seed,
+    )
+
+
+def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) -> AlignerConfig:
+    """What every aligner loads; `base_dir` is where relative media references start."""
+    return AlignerConfig(
+        model_dir=config.policy.model_name,
+        media_policy=media_policy,
+        base_dir=base_dir,
+        layout=Layout.NATIVE,
+        dtype=getattr(torch, config.policy.precision),
+        cache_bytes=config.grpo.media_alignment.cache_bytes,
+        num_frames=config.data.video.num_frames,
+        video_backend=config.data.video.backend,
+        trust_remote_code=config.policy.trust_remote_code,
+    )
+
+
+def sampling_of(config: Config, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Sampling:
+    """How answers are drawn, the media-token ban included."""
+    generation = config.policy.generation
+    banned = media_token_ban(grammar).token_ids if config.grpo.media_alignment.ban_media_tokens else ()
+    return Sampling(
+        temperature=generation.temperature,
+        max_new_tokens=generation.max_new_tokens,
+        allowed_token_ids=_allowed_token_ids(tokenizer, generation.allowed_tokens),
+        banned_token_ids=banned,
+        seed=config.grpo.seed,
+    )
+
+
+def alignment_options(config: Config) -> AlignmentOptions:
+    """What assembling a group needs of `grpo.media_alignment`."""
+    return AlignmentOptions(
+        enabled=config.grpo.media_alignment.enabled,
+        share_static=config.grpo.deduplicate_multimodal_data,
+        max_model_len=config.policy.generation.vllm_cfg.max_model_len,
+    )
+
+
+def loss_options(config: Config) -> LossOptions:
+    """What a training step needs of `loss_fn` and `policy`."""
+    return LossOptions(
+        clip_min=config.loss_fn.ratio_clip_min,
+        clip_max=config.loss_fn.ratio_clip_max,
+        token_level=config.loss_fn.token_level_loss,
+        normalize_rewards=config.grpo.normalize_rewards,
+        micro_batch_size=config.policy.train_micro_batch_size,
+    )
+
+
+def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
+    """The in-process reward: a verifier's own scoring module for rows of its agent, the demo's for all others."""
+    scorers: dict[str, Callable] = {}
+
+    def reward(row: ManifestRow, text: str) -> float:
+        if row.agent_ref is None:
+            return score(row, text)
+        name = row.agent_ref.name
+        if name not in scorers:
+            scorers[name] = in_process_scorer(name, config.env.nemo_gym.root)
+        return float(scorers[name](text, row.verifier_metadata)["reward"])
+
+    return reward
+
+
+def gym_config(config: Config, base_url: str) -> GymConfig:
+    """How Gym is started against the embedded engine's endpoint."""
+    gym = config.env.nemo_gym
+    return GymConfig(
+        venv=gym.venv,
+        root=gym.root,
+        config_paths=gym.config_paths,
+        base_url=base_url,
+        model_name=str(config.policy.model_name),
+        run_dir=config.logger.log_dir / "gym",
+    )
+
+
+def _allowed_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None) -> tuple[int, ...] | None:
+    """Ids of the only tokens that may be sampled. Raises ValueError for a text that is not one token."""
+    if texts is None:
+        return None
+    ids = []
+    for text in texts:
+        encoded = tokenizer(text, add_special_tokens=False).input_ids
+        if len(encoded) != 1:
+            raise ValueError(
+                f"policy.generation.allowed_tokens: {text!r} is {len(encoded)} tokens for this tokenizer; "
+                "each entry must be exactly one"
+            )
+        ids.append(encoded[0])
+    return tuple(ids)
