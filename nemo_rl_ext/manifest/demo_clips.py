@@ -23,8 +23,8 @@ VIDEOS = {
     "validation": ("carphone_pristine.mp4", "carphone_distorted.mp4"),
 }
 
-# Frames are kept at this height at most: the demo's clips are smaller.
-_MAX_HEIGHT = 180
+# What is kept of a video: the demo's clips are smaller and shorter.
+_MAX_HEIGHT, _MAX_FRAMES = 180, 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +108,13 @@ def video_dir() -> Path:
 
 @cache
 def _frames(name: str) -> np.ndarray:
-    """All frames of a video, uint8 RGB `[frames, height, width, 3]`, scaled down to `_MAX_HEIGHT`."""
+    """The first frames of a video, uint8 RGB `[frames, height, width, 3]`, scaled down to `_MAX_HEIGHT`."""
     import cv2
 
     path = video_dir() / name
     capture = cv2.VideoCapture(str(path))
     frames = []
-    while True:
+    while len(frames) < _MAX_FRAMES:
         found, frame = capture.read()
         if not found:
             break
