@@ -9,16 +9,13 @@ Sampling is NeMo-RL's `nemotron_vl` style (nemo_rl/models/generation/vllm/video_
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 SamplingStyle = Literal["nemotron_vl", "uniform"]
 
-_FRAME_TEXT = re.compile(r"[Ff]rame (\d+) sampled at (\d+\.\d\d) seconds")
 
 
 def num_sampled_frames(num_frames: int, total_num_frames: int, temporal_patch_size: int = 1) -> int:
@@ -99,33 +96,3 @@ def tubelet_texts(frame_indices: Sequence[int], fps: float, temporal_patch_size:
         ]
         texts.append(("\n" if start else "") + " and ".join(frames) + ": ")
     return tuple(texts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrameMention:
-    """One `Frame k sampled at t seconds` of a prompt."""
-
-    ordinal: int
-    """k: the position among the sampled frames, from 1."""
-    centiseconds: int
-    """t in hundredths of a second, which is all that the text tells."""
-
-
-def parse_mentions(text: str) -> tuple[FrameMention, ...]:
-    """Every frame that `text` mentions, in order."""
-    return tuple(
-        FrameMention(ordinal=int(ordinal), centiseconds=int(seconds.replace(".", "")))
-        for ordinal, seconds in _FRAME_TEXT.findall(text)
-    )
-
-
-def frames_at(centiseconds: int, fps: float, total_num_frames: int) -> range:
-    """The frame indices whose time prints as this many hundredths of a second; several above 100 frames/s."""
-    duration = frame_duration_ms(fps)
-    last = total_num_frames - 1
-    # One hundredth on either side, then exactly those that print the same: `.2f` rounds the binary value.
-    low = max(0, min(last, (centiseconds - 1) * 10 // duration))
-    high = max(0, min(last, (centiseconds + 1) * 10 // duration + 1))
-    wanted = f"{centiseconds // 100}.{centiseconds % 100:02d}"
-    fits = [i for i in range(low, high + 1) if f"{i * duration / 1000.0:.2f}" == wanted]
-    return range(fits[0], fits[-1] + 1) if fits else range(0)

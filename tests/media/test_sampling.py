@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_ext.align.timestamps import frame_indices, read_label
 from nemo_rl_ext.media.sampling import (
     frame_duration_ms,
-    frames_at,
     num_sampled_frames,
-    parse_mentions,
     sample_frames,
     timestamps,
     tubelet_texts,
@@ -89,21 +88,13 @@ def test_tubelet_texts():
 
 
 @given(total=counts, requested=st.integers(1, 40), patch=st.integers(1, 4), fps=st.floats(0.2, 99.0))
-def test_frames_are_recovered_from_the_text(total, requested, patch, fps):
-    """Up to 100 frames/s the hundredths of a second in the text tell the frame; ties keep the true one inside."""
+def test_alignment_reads_the_frames_back_from_the_text(total, requested, patch, fps):
+    """Up to 100 frames/s the hundredths of a second in the text tell the frame; above, the sampler's word does."""
     frames = sample_frames(total, requested, temporal_patch_size=patch)
-    mentions = parse_mentions("".join(tubelet_texts(frames, fps, patch)))
-    assert [mention.ordinal for mention in mentions] == list(range(1, len(frames) + 1))
-    for frame, mention in zip(frames, mentions, strict=True):
-        found = frames_at(mention.centiseconds, fps, total)
-        assert frame in found and (len(found) == 1 or frame_duration_ms(fps) < 11)
-
-
-def test_a_time_that_no_frame_has():
-    assert list(frames_at(50, 25.0, 100)) == []  # 12 is at 0.48 s, 13 at 0.52 s
-    assert list(frames_at(48, 25.0, 100)) == [12]
-    assert list(frames_at(48, 25.0, 12)) == []
-    assert list(frames_at(1, 240.0, 100)) == [2, 3]
+    labels = [read_label(text) for text in tubelet_texts(frames, fps, patch)]
+    assert [number for label in labels for number in label.numbers] == list(range(1, len(frames) + 1))
+    times = [time for label in labels for time in label.times]
+    assert frame_indices(times, fps, hint=frames) == tuple(frames)
 
 
 @pytest.mark.engine
