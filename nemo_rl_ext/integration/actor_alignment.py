@@ -22,10 +22,10 @@ from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
 from nemo_rl_ext.integration.settings import MediaAlignmentSettings
 from nemo_rl_ext.integration.turns import IMAGE_TYPES, GymConversation, read_conversation
 from nemo_rl_ext.media.sources import MediaPolicy
-from nemo_rl_ext.rollout.aligner import MediaSource
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.pool import AlignerPool
 from nemo_rl_ext.rollout.provenance import attach_rollout_media
+from nemo_rl_ext.rollout.reader import MediaSource
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.media.sources import read_media_bytes
-from nemo_rl_ext.rollout.aligner import AlignerConfig, MediaSource, RolloutAligner, TurnRequest
+from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, TurnRequest
 from nemo_rl_ext.rollout.cache import RenderCache
+from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,13 @@ class NemoRLAligner(RolloutAligner):
         self.processor = load_processor(config.tokenizer_config)
         self.family = NemotronFamily.from_processor(self.processor, layout=Layout.REMOTE, dtype=config.dtype)
         self.render = RenderCache(self.family, config.cache_bytes)
+        self.reader = MediaReader(
+            policy=config.media_policy,
+            base_dir=config.base_dir,
+            num_frames=config.num_frames,
+            frames_per_tubelet=1,
+            backend=config.video_backend,
+        )
         self._extra_keys = self._learn_extra_keys()
         self._predictable = self._tiler_matches_processor()
         self._plain: dict[MediaSource, tuple[bool, Size]] = {}
@@ -127,14 +135,12 @@ class NemoRLAligner(RolloutAligner):
             turn=turn.turn,
         )
 
-    def _measure(self, source: MediaSource) -> MediaItem:
-        item = super()._measure(source)
-        if not item.error:
-            data = read_media_bytes(
-                source.ref, self.config.media_policy, self.config.base_dir, where=source.where
-            )
-            self._plain[source] = _plain_size(data)
-        return item
+    def _item(self, source: MediaSource, items: dict[MediaSource, MediaItem]) -> MediaItem:
+        if source not in items:
+            items[source] = self.reader.measure(source)
+            if not items[source].error:
+                self._plain[source] = _plain_size(self._bytes(source))
+        return items[source]
 
     def _predict(self, sizes: Sequence[Size]) -> tuple[Grid, ...]:
         """The processor's grids for images of these (height, width), by its arithmetic alone."""

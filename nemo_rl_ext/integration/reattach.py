@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_rl_ext.align.turn import AlignedTurn
@@ -107,13 +108,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
             reports = [item for item in reports if item.turn != turn]
         if report.neutral or (turn, False) not in judged:
             reports.append(report)
-    result[RECORD_KEY] = _replace(record, reports=tuple(reports))
-
-
-def _replace(record: RolloutRecord, **changes: Any) -> RolloutRecord:
-    return RolloutRecord(
-        **{**{name: getattr(record, name) for name in record.__dataclass_fields__}, **changes}
-    )
+    result[RECORD_KEY] = replace(record, reports=tuple(reports))
 
 
 class RowLedger:

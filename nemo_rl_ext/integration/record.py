@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
@@ -36,7 +36,9 @@ class RolloutRecord:
         return any(report.neutral for report in self.reports)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, ({field.name: getattr(self, field.name) for field in fields(self)},)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        # The family's decoder holds a tokenizer, which nobody needs on the other side.
+        return _receive, (values | {"family": replace(self.family, decoder=None)},)
 
 
 def _receive(values: dict[str, Any]) -> RolloutRecord:

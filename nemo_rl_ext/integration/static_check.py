@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,17 +97,13 @@ def _shares(items: list[MediaReport], found: tuple[int, ...]):
         start = end
 
 
-def _with(item: MediaReport, **changes: Any) -> MediaReport:
-    return MediaReport(**{**{name: getattr(item, name) for name in item.__dataclass_fields__}, **changes})
-
-
 def _matched(items: list[MediaReport]) -> tuple[MediaReport, ...]:
-    return tuple(_with(item, found=item.expected) for item in items)
+    return tuple(replace(item, found=item.expected) for item in items)
 
 
 def _unalignable(items: list[MediaReport], found: tuple[int, ...], reason: Reason) -> tuple[MediaReport, ...]:
     return tuple(
-        _with(item, found=share, verdict=Verdict.UNALIGNABLE, reason=reason)
+        replace(item, found=share, verdict=Verdict.UNALIGNABLE, reason=reason)
         for item, share in _shares(items, found)
     )
 

@@ -21,8 +21,11 @@ HERE = Path(__file__).parent
 HAS_NEMO_RL = find_spec("nemo_rl") is not None
 REASON = "NeMo-RL is not on the import path; `make test-nemo-rl NEMO_RL=/path/to/RL` runs these tests"
 
-if not HAS_NEMO_RL:
-    collect_ignore_glob = ["test_*.py"]
+if HAS_NEMO_RL:
+    # `gym_edge` is imported here and in Ray's workers, `tiny_processor` is copied into checkpoints.
+    sys.path.insert(0, str(HERE))
+else:
+    collect_ignore_glob = ["test_[!c]*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,11 +47,8 @@ def write_checkpoint(
     directory: Path, processor_class: str = "NemotronH_Nano_Omni_Reasoning_V3Processor"
 ) -> Path:
     """A directory from which NeMo-RL's `get_tokenizer(get_processor=True)` loads the tiny processor, offline."""
-    sys.path.insert(0, str(HERE))
-    try:
-        import tiny_processor
-    finally:
-        sys.path.remove(str(HERE))
+    import tiny_processor
+
     directory.mkdir(parents=True)
     tiny_processor.make_tokenizer().save_pretrained(directory)
     shutil.copy(HERE / "tiny_processor.py", directory / "processing_tiny.py")
@@ -111,7 +111,7 @@ def ray_head():
     # Ray's socket paths must stay short; pytest's directories are long.
     directory = tempfile.mkdtemp(prefix="nrx-", dir="/tmp")
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         port = probe.getsockname()[1]
     paths = [str(HERE), str(HERE.parents[1]), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)]
     env = {
@@ -132,7 +132,6 @@ def ray_head():
             "--include-dashboard=false",
             f"--temp-dir={directory}",
             "--object-store-memory=800000000",
-            "--node-ip-address=127.0.0.1",
             "--disable-usage-stats",
         ],
         env=env,
@@ -140,15 +139,16 @@ def ray_head():
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.environ.update(
-        {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": env["PYTHONPATH"]}
-    )
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "PYTHONPATH": env["PYTHONPATH"]})
     import ray
+    from ray.util import get_node_ip_address
 
+    address = f"{get_node_ip_address()}:{port}"
+    os.environ["RAY_ADDRESS"] = address
     for attempt in range(60):
         try:
             ray.init(
-                address=f"127.0.0.1:{port}",
+                address=address,
                 log_to_driver=True,
                 logging_level="WARNING",
                 runtime_env={"env_vars": {"PYTHONPATH": env["PYTHONPATH"]}},
@@ -160,7 +160,7 @@ def ray_head():
             import time
 
             time.sleep(1)
-    yield f"127.0.0.1:{port}"
+    yield address
     ray.shutdown()
     head.terminate()
     try:

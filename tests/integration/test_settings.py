@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_ext.integration.settings import (
+    MEDIA_TOKENS,
+    RecipeError,
+    ban_media_tokens,
+    check_recipe,
+    settings_of,
+)
+
+
+def recipe(**generation):
+    return {
+        "grpo": {"media_alignment": {"enabled": True}},
+        "policy": {
+            "is_vlm": True,
+            "generation": {
+                "backend": "vllm",
+                "bad_words": [],
+                "vllm_cfg": {"logprobs_mode": "raw_logprobs"},
+                "vllm_kwargs": {},
+                **generation,
+            },
+        },
+        "env": {"should_use_nemo_gym": True, "nemo_gym": {"config_paths": ["a/vllm_model/configs/b.yaml"]}},
+    }
+
+
+def test_a_recipe_without_the_block_is_off():
+    assert not settings_of({"grpo": {}}).enabled
+    assert not settings_of({}).enabled
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"enabled": True, "num_aligner": 3}, "grpo.media_alignment.num_aligner"),
+        ({"on_ambiguous": "drop"}, "grpo.media_alignment.on_ambiguous"),
+        ({"max_masked_fraction": 1.5}, "grpo.media_alignment.max_masked_fraction"),
+        (True, "must be a mapping"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(block, named):
+    with pytest.raises(RecipeError, match=named):
+        settings_of({"grpo": {"media_alignment": block}})
+
+
+def test_a_good_recipe_passes():
+    check_recipe(recipe())
+
+
+def test_the_legacy_video_loader_is_refused_with_its_replacement():
+    with pytest.raises(RecipeError, match=r"video_loader='nemotron_vl'.*vllm_cfg\.video: \{sampling_style"):
+        check_recipe(recipe(vllm_cfg={"video_loader": "nemotron_vl"}))
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"vllm_kwargs": {"video_pruning_rate": 0.5}},
+        {"vllm_cfg": {"video_pruning_rate": 0.1}},
+        {"vllm_kwargs": {"hf_overrides": {"video_pruning_rate": 0.7}}},
+    ],
+)
+def test_pruning_is_refused(generation):
+    with pytest.raises(RecipeError, match=r"video_pruning_rate=0\.\d lets the engine prune"):
+        check_recipe(recipe(**generation))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("env", "should_use_nemo_gym"), False, "should_use_nemo_gym"),
+        (("policy", "is_vlm"), False, "is_vlm"),
+    ],
+)
+def test_what_alignment_needs_is_named(path, value, named):
+    broken = recipe()
+    broken[path[0]][path[1]] = value
+    with pytest.raises(RecipeError, match=named):
+        check_recipe(broken)
+
+
+def test_the_ban_reaches_requests_and_model_server_once():
+    config = recipe(bad_words=["<image>", "<so_start>"])
+    ban_media_tokens(config)
+    ban_media_tokens(config)
+    assert config["policy"]["generation"]["bad_words"] == ["<image>", "<so_start>", "<img>", "</img>"]
+    server = config["env"]["nemo_gym"]["policy_model"]["responses_api_models"]["vllm_model"]
+    assert server["extra_body"]["bad_words"] == list(MEDIA_TOKENS)
+
+
+def test_the_ban_needs_log_probs_from_before_it():
+    with pytest.raises(RecipeError, match="raw_logprobs"):
+        ban_media_tokens(recipe(vllm_cfg={"logprobs_mode": "processed_logprobs"}))
+
+
+def test_settings_and_probe_import_nothing_heavy():
+    code = (
+        "import sys; import nemo_rl_ext.integration.settings, nemo_rl_ext.integration.probe; "
+        "print([m for m in ('torch', 'ray', 'numpy', 'nemo_rl', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tests drive NeMo-RL: a recipe, its data, the NemoGym actor, the collector, the trainer's flattening."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import gym_edge
+import ray
+from omegaconf import OmegaConf
+
+PATCH = 16
+VIDEO_RECIPE = (
+    "examples/configs/recipes/vlm/vlm_grpo-nemotron-omni-30ba3b-16n8g-megatron-tp4ep4-async-gym-video.v1.yaml"
+)
+IMAGE_RECIPE = (
+    "examples/configs/recipes/vlm/"
+    "vlm_grpo-nemotron-super-omni-120ba12b-16n8g-megatron-tp8ep16cp2-async-gym.v1.yaml"
+)
+
+
+def urls(sizes, seed=0):
+    from nemo_rl.data.multimodal_utils import image_to_data_url
+
+    return [image_to_data_url(gym_edge.picture(h, w, seed + i)) for i, (h, w) in enumerate(sizes)]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load_recipe(root, name, overrides):
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
+
+    register_omegaconf_resolvers()
+    recipe = parse_hydra_overrides(load_config(root / name), overrides)
+    return MasterConfig(**OmegaConf.to_container(recipe, resolve=True))
+
+
+def image_recipe(root, checkpoint, rows, *, dedup, aligned=True, generations=2):
+    return load_recipe(
+        root,
+        IMAGE_RECIPE,
+        [
+            "grpo.num_prompts_per_step=2",
+            f"grpo.num_generations_per_prompt={generations}",
+            f"++grpo.deduplicate_multimodal_data={str(dedup).lower()}",
+            f"++grpo.media_alignment.enabled={str(aligned).lower()}",
+            "++grpo.media_alignment.num_aligners=1",
+            f"policy.model_name={checkpoint}",
+            f"policy.tokenizer.name={checkpoint}",
+            "policy.tokenizer.chat_template=default",
+            "logger.wandb_enabled=false",
+            f"data.train.data_path={rows}",
+            f"data.validation.data_path={rows}",
+            "++data.train.repeat=20",
+        ],
+    )
+
+
+def runtime_env():
+    return {"py_executable": sys.executable, "env_vars": {**os.environ, "VIRTUAL_ENV": sys.prefix}}
+
+
+class Generation:
+    def __init__(self, config):
+        self.cfg = config.policy["generation"]
+
+
+def start_actor(config, tokenizer, name, monkeypatch):
+    """NeMo-RL's own spin-up; only the class that it finds under the name is answered by the edge."""
+    import nemo_rl.environments.nemo_gym as nemo_gym
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+
+    monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, "nemo_rl.environments.nemo_gym.NemoGym", sys.executable)
+    monkeypatch.setattr(nemo_gym, "NemoGym", gym_edge.edge_actor(name))
+    return nemo_gym.spinup_nemo_gym_actor(
+        config.env,
+        ["http://edge"],
+        "policy",
+        tokenizer=tokenizer,
+        enable_router_replay=False,
+        routed_experts_dtype="int16",
+        use_fastokens=False,
+    )
+
+
+def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2):
+    """Trajectories of one training step, through NeMo-RL's collector and replay buffer."""
+    import nemo_rl.algorithms.utils as tokenizers
+    import nemo_rl.environments.nemo_gym as nemo_gym
+    from nemo_rl.algorithms.async_utils import AsyncTrajectoryCollector, ReplayBuffer
+    from nemo_rl.data.collate_fn import rl_collate_fn
+    from nemo_rl.data.utils import setup_response_data
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    processor = tokenizers.get_tokenizer(config.policy["tokenizer"], get_processor=True)
+    tokenizer = processor.tokenizer
+    nemo_gym.setup_nemo_gym_config(config, tokenizer)
+    train, _ = setup_response_data(processor, config.data, env_configs=None)
+    gym = start_actor(config, tokenizer, actor, monkeypatch)
+    buffer = ReplayBuffer.options(runtime_env=runtime_env()).remote(
+        max_size=8, drop_incomplete_targets_on_restore=False
+    )
+    collector = AsyncTrajectoryCollector.options(runtime_env=runtime_env()).remote(
+        policy_generation=Generation(config),
+        tokenizer=tokenizer,
+        task_to_env={"nemo_gym": gym},
+        master_config=config,
+        replay_buffer=buffer,
+        start_step=0,
+        processor=processor,
+    )
+    loader = StatefulDataLoader(
+        train, batch_size=2, shuffle=False, collate_fn=rl_collate_fn, drop_last=True, num_workers=0
+    )
+    ray.get(collector.set_weight_version.remote(0))
+    collector.start_collection.remote(loader)
+    try:
+        for _ in range(240):
+            if ray.get(buffer.size.remote()) >= groups:
+                break
+            ray.get(collector.check_health.remote())
+            time.sleep(0.5)
+        sample = ray.get(
+            buffer.sample.remote(num_prompt_groups=groups, current_weight_version=0, max_age_steps=1)
+        )
+        assert sample is not None, ray.get(collector.get_status.remote())
+        return sample["trajectories"]
+    finally:
+        for handle in (collector, buffer, gym):
+            ray.kill(handle)
+
+
+def training_batch(trajectories):
+    """Flattened exactly as NeMo-RL's trainer does it."""
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+
+    logs = [log for trajectory in trajectories for log in trajectory["batch"]["message_log"]]
+    ignored = ("is_invalid_tool_call", "has_malformed_thinking")
+    logs = [[{k: v for k, v in message.items() if k not in ignored} for message in log] for log in logs]
+    flat, _ = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": 0})
+    return logs, flat
+
+
+def features(media):
+    return sum((h // PATCH) * (w // PATCH) // 4 for h, w in media["imgs_sizes"].tolist())
+
+
+def placeholders(flat):
+    return int((flat["token_ids"] == gym_edge.CONTEXT).sum())
+
+
+def video_row(directory, *, frames=5, height=160, width=320, runs=((15, 15, 15),)):
+    """A row whose static video is a list of cached frames, as NeMo-RL's video recipes keep them."""
+    content = [{"type": "input_text", "text": "look"}]
+    for index in range(frames):
+        path = directory / f"frame-{index}.png"
+        gym_edge.picture(height, width, index).save(path)
+        content.append(
+            {
+                "type": "input_image",
+                "image_url": str(path),
+                "detail": "auto",
+                "_is_video_frame": True,
+                "_video_source": "clip.mp4",
+            }
+        )
+    return {
+        "agent_ref": {"name": "agent"},
+        "id": "video",
+        "edge_runs": [list(run) for run in runs],
+        "responses_create_params": {"input": [{"role": "user", "content": content}]},
+    }

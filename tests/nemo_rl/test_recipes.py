@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every recipe in configs/nemo_rl, through NeMo-RL's own loader and schema."""
+
+from pathlib import Path
+
+import pytest
+from driving import load_recipe
+
+from nemo_rl_ext.integration.settings import BLOCK, ban_media_tokens, check_recipe, pick, settings_of
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "nemo_rl"
+RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request, nemo_rl_root, monkeypatch):
+    monkeypatch.setenv("NEMO_RL", str(nemo_rl_root))
+    return load_recipe(CONFIGS, request.param, [])
+
+
+def test_there_are_an_image_a_video_and_a_mixed_recipe():
+    assert RECIPES == ["async_gym_image.yaml", "async_gym_video.yaml", "mixed_sav_tracks.yaml"]
+
+
+def test_recipe_inherits_and_adds_only_ours(recipe):
+    assert settings_of(recipe).enabled
+    assert recipe.grpo.async_grpo.enabled
+    assert pick(recipe, "env.nemo_gym.config_paths")
+    assert pick(recipe, "policy.megatron_cfg.enabled")  # inherited, written nowhere here
+    check_recipe(recipe)
+
+
+def test_media_tokens_are_banned_where_requests_are_made(recipe):
+    places = ban_media_tokens(recipe)
+    for place in places:
+        words = pick(recipe, place)
+        assert set(words) >= {"<img>", "<image>", "</img>"}
+        assert len(words) == len(set(words))
+    assert "env.nemo_gym.policy_model.responses_api_models.vllm_model.extra_body.bad_words" in places
+
+
+def test_an_override_reaches_the_block(nemo_rl_root, monkeypatch):
+    monkeypatch.setenv("NEMO_RL", str(nemo_rl_root))
+    recipe = load_recipe(CONFIGS, RECIPES[0], [f"++{BLOCK}.num_aligners=7", f"{BLOCK}.enabled=false"])
+    assert settings_of(recipe).num_aligners == 7
+    assert not settings_of(recipe).enabled
