@@ -176,7 +176,8 @@ def test_a_malformed_row_a_judge_outage_and_an_empty_answer_lose_no_other_row(tm
         config_paths=[
             f"resources_servers/{name}/configs/{name}.yaml" for name in ("sav_tracks", "caption_qa")
         ],
-        overrides=[f"++{server}.judge_attempts=2", f"++{server}.judge_backoff_s=0.1"],
+        # Gym's model server repeats a 503 for ever by itself; the time limit is what ends it
+        overrides=[f"++{server}.judge_attempts=2", f"++{server}.judge_timeout_s=10"],
         start_timeout_s=400.0,
     )
     malformed = tracks_row("x")
