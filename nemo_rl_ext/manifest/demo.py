@@ -26,7 +26,7 @@ from nemo_rl_ext.manifest.demo_clips import Clip, cached_frames, video_dir, writ
 from nemo_rl_ext.manifest.demo_layout import MOVING, OVERLONG, Plan, plan_rows
 from nemo_rl_ext.manifest.demo_pictures import Picture, encode, photograph_dir
 
-_VERSION = 2
+_VERSION = 3
 _STAMP = "demo_manifest.json"
 _MEDIA_PREFIX = "demo-media-"
 _CACHED_FRAMES = 4
@@ -122,7 +122,6 @@ def _write_rows(
                 "shape": plan.shape,
                 "lit": plan.lit,
             },
-            "agent_ref": {"type": "responses_api_agents", "name": "lit_half"},
         }
         asked = [item.asked_frames for item in plan.media if isinstance(item, Clip) and item.asked_frames]
         if asked:
