@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -85,26 +86,27 @@ def write_manifest(folder: Path, num_rows: int) -> Path:
 
 def measured_step(run: Any, rows: Sequence[Any], *, enabled: bool, version: int) -> Step:
     """Collect, account, train and refit, one after the other, so that nothing hides behind anything."""
+    from nemo_rl_ext.grpo.assembly import GroupAssembly
     from nemo_rl_ext.grpo.trainer import train_step
     from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
     collector = run.collector
     collector.options = dataclasses.replace(collector.options, enabled=enabled)
     watch, metrics = Stopwatch(), AlignmentMetrics()
-    plain_requests, plain_submit = collector._turn_requests, collector.pool.submit_align
-    collector._turn_requests = watch.around(plain_requests)
-    collector.pool.submit_align = lambda turns: _TimedFuture(plain_submit(turns), watch)
-    wall, cpu = time.perf_counter(), time.process_time()
-    try:
+    submit = watch.around(collector.pool.submit_align)
+    requests = watch.around(GroupAssembly._turn_requests)
+    with (
+        mock.patch.object(GroupAssembly, "_turn_requests", lambda assembly: requests(assembly)),
+        mock.patch.object(collector.pool, "submit_align", lambda turns: _TimedFuture(submit(turns), watch)),
+    ):
+        wall, cpu = time.perf_counter(), time.process_time()
         groups = collector.collect(rows, step=version)
         for group in groups:
             for rollout in group.rollouts:
                 watch.around(metrics.add_row)(rollout.aligned, masked=rollout.masked)
         train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=None)
         run.push_weights(version + 1)
-    finally:
-        del collector._turn_requests, collector.pool.submit_align
-    step = Step(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, aligning=watch.total)
+        step = Step(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, aligning=watch.total)
     counts = metrics.flush()
     step.repaired = counts["alignment/media_repaired"]
     return step

@@ -100,6 +100,9 @@ class Inspector:
     """Judges stored rollouts with a checkpoint's own grammar and arithmetic."""
 
     def __init__(self, config: InspectConfig) -> None:
+        processor = config.model_dir / "preprocessor_config.json"
+        if not processor.is_file():
+            raise ValueError(f"{processor} is missing; --model takes a checkpoint directory with its processor files")
         self.config = config
         self.family = NemotronFamily.from_pretrained(config.model_dir)
         self._reader = MediaReader(

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, and every benchmark with small cases: they assert what they compare, so running them is a test."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import DEFAULT, studies
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_light_benchmarks_print_tables_and_write_json(tmp_path):
+    path = tmp_path / "results.json"
+    done = bench("runs", "grids", "--quick", "--rounds", "3", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "Finding runs" in done.stdout and "against baseline" in done.stdout
+    results = json.loads(path.read_text())
+    assert [section["name"] for section in results["sections"]] == ["runs", "grids"]
+    assert results["machine"]["cores"] >= 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", [name for name in DEFAULT if name not in ("runs", "grids")])
+def test_every_benchmark_runs_with_small_cases(name, tmp_path):
+    path = tmp_path / "results.json"
+    done = bench(name, "--quick", "--rounds", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    (section,) = json.loads(path.read_text())["sections"]
+    assert section["tables"] and all(table["rows"] for table in section["tables"])
+
+
+def test_an_unknown_name_lists_those_that_exist():
+    done = bench("nonsense")
+    assert done.returncode == 2
+    assert "runs" in done.stderr and "arms" in done.stderr
+
+
+def test_longer_studies_are_found_by_their_file_and_take_their_own_options():
+    assert {"arms", "guards_census", "guards_failfast"} <= set(studies())
+    done = bench("guards_census", "--help")
+    assert done.returncode == 0
+    assert "--rows" in done.stdout
