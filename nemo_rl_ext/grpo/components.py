@@ -114,11 +114,11 @@ def loss_options(config: Config) -> LossOptions:
 
 
 def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
-    """The in-process reward: a verifier's own scoring module for rows of its agent, the demo's for all others."""
+    """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scoring module."""
     scorers: dict[str, Callable] = {}
 
     def reward(row: ManifestRow, text: str) -> float:
-        if row.agent_ref is None:
+        if row.agent_ref is None or "answer" in row.verifier_metadata:
             return score(row, text)
         name = row.agent_ref.name
         if name not in scorers:

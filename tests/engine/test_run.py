@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -29,8 +30,6 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def configure(inputs, tmp_path):
-    from pathlib import Path
-
     from nemo_rl_ext.grpo.config import load_config
 
     def make(*overrides):
@@ -154,15 +153,15 @@ def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, i
     media.mkdir()
     for row in rows:
         for messages in (row["responses_create_params"]["input"], *row.get("turns", [])):
-            for message in messages:
-                for part in message["content"]:
-                    if part["type"] == "input_image":
-                        source = inputs / part["image_url"]
-                        (media / source.name).write_bytes(source.read_bytes())
-                        part["image_url"] = f"media/{source.name}"
-    victim = media / next(
-        part["image_url"].removeprefix("media/")
-        for part in rows[3]["responses_create_params"]["input"][-1]["content"]
+            for part in (part for message in messages for part in message["content"]):
+                for key in {"image_url", "video_url"} & set(part):
+                    source = inputs / part[key]
+                    (media / source.name).write_bytes(source.read_bytes())
+                    part[key] = f"media/{source.name}"
+    broken, victim = next(
+        (number, media / Path(part["image_url"]).name)
+        for number, row in enumerate(rows, start=1)
+        for part in row["responses_create_params"]["input"][-1]["content"]
         if part["type"] == "input_image"
     )
     victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
@@ -185,4 +184,4 @@ def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, i
         if json.loads(line)["reason"] == "generation_failed"
     ]
     assert victim.name in offence["story"]
-    assert "train.jsonl:4" in offence["story"]
+    assert f"train.jsonl:{broken}" in offence["story"]
