@@ -114,7 +114,7 @@ def loss_options(config: Config) -> LossOptions:
 
 
 def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
-    """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scoring module."""
+    """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scorer."""
     scorers: dict[str, Callable] = {}
 
     def reward(row: ManifestRow, text: str) -> float:
