@@ -19,7 +19,6 @@ from nemo_rl_ext.grpo.run_log import RunLog, accuracy_line
 from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.trainer import train_step
 from nemo_rl_ext.grpo.weight_history import WeightHistory
-from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
 
 logger = logging.getLogger(__name__)
@@ -157,22 +156,6 @@ def _explained(error: ValueError, step: int, *, enabled: bool) -> ValueError:
         f"step {step + 1}: {error}. The engine gave this turn's media other patch grids than the training side's "
         "processor; with grpo.media_alignment.enabled=true the tensors are made again on the engine's grids"
     )
-
-
-def steps_of(
-    rows: Sequence[ManifestRow], *, per_step: int, first: int, last: int, shuffle: bool, seed: int
-) -> Iterator[tuple[int, list[ManifestRow]]]:
-    """Rows of each step, pass after pass over the manifest, reproducible from any step on."""
-    for step in range(first, last):
-        places = range(step * per_step, (step + 1) * per_step)
-        yield step, [rows[_place(place, len(rows), shuffle, seed)] for place in places]
-
-
-def _place(place: int, count: int, shuffle: bool, seed: int) -> int:
-    epoch, index = divmod(place, count)
-    if not shuffle:
-        return index
-    return int(np.random.default_rng([seed, epoch]).permutation(count)[index])
 
 
 def _checkpoint(folder: Path, step: int) -> Path:

@@ -34,6 +34,7 @@ from nemo_rl_ext.grpo.gym_servers import start_gym
 from nemo_rl_ext.grpo.player import Player, Sampling
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.prompts import PromptRenderer
+from nemo_rl_ext.grpo.row_order import steps_of
 from nemo_rl_ext.grpo.trainer import LossOptions
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
@@ -114,8 +115,6 @@ class Run:
 
     def steps(self, first: int) -> Iterator[tuple[int, list[ManifestRow]]]:
         """Rows of every step from `first` on."""
-        from nemo_rl_ext.grpo.loop import steps_of
-
         grpo = self.config.grpo
         return steps_of(
             self.train,
