@@ -54,7 +54,10 @@ def overrides(folder, checkpoint, *rows):
 BAD_ROWS = {
     "a missing image": (row("none.png"), ["train.jsonl:2", "none.png", "no such file"]),
     "half a PNG": (row("half.png"), ["train.jsonl:2", "half.png", "truncated"]),
-    "a decompression bomb": (row("bomb.png"), ["train.jsonl:2", "bomb.png", "400000000 pixels", "at most 64000000 pixels"]),
+    "a decompression bomb": (
+        row("bomb.png"),
+        ["train.jsonl:2", "bomb.png", "400000000 pixels", "at most 64000000 pixels"],
+    ),
     "a path outside": (row("/etc/passwd"), ["train.jsonl:2", "passwd", "outside the media roots"]),
     "no user turn": (row("good.png", role="system"), ["train.jsonl:2", "role 'user'"]),
     "an unknown part": (
