@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded run with its rollouts and rewards from NeMo-Gym: agent, model server and verifier over HTTP."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = Path(os.environ.get("GYM_VENV", ROOT / ".venv-gym"))
+
+pytestmark = [
+    pytest.mark.gym,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        not (VENV / "bin" / "gym").exists(), reason=f"no NeMo-Gym environment in {VENV}; build it with: make gym"
+    ),
+]
+
+
+def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.grpo.collector import Collector
+    from nemo_rl_ext.grpo.config import load_config
+    from nemo_rl_ext.grpo.gym import in_process_scorer
+    from nemo_rl_ext.grpo.loop import run_grpo
+    from nemo_rl_ext.grpo.rollouts import PromptGroup
+
+    build_tiny_checkpoint(tmp_path / "checkpoint")
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "gym_resources/resources_servers/sav_tracks/data/example.jsonl").read_text().splitlines()
+    ]
+    manifest = tmp_path / "rows.jsonl"
+    manifest.write_text(
+        "".join(
+            json.dumps(row | {"agent_ref": {"type": "responses_api_agents", "name": "sav_tracks_simple_agent"}}) + "\n"
+            for row in rows
+        )
+    )
+    config = load_config(
+        ROOT / "configs" / "embedded_async.yaml",
+        [
+            f"policy.model_name={tmp_path}/checkpoint",
+            "policy.build_tiny_checkpoint=false",
+            f"data.train.data_path={manifest}",
+            "data.validation=null",
+            "data.build_demo_manifest=false",
+            f"logger.log_dir={tmp_path}/run",
+            "logger.report_enabled=false",
+            "grpo.max_num_steps=2",
+            "grpo.num_prompts_per_step=2",
+            "grpo.num_generations_per_prompt=2",
+            "grpo.media_alignment.max_masked_fraction=1.0",
+            "checkpointing.enabled=false",
+            "policy.max_total_sequence_length=2048",
+            "policy.generation.max_new_tokens=16",
+            "policy.generation.allowed_tokens=null",
+            "policy.generation.vllm_cfg.limit_mm_per_prompt.image=16",
+            "env.should_use_nemo_gym=true",
+            f"env.nemo_gym.venv={VENV}",
+            f"env.nemo_gym.root={ROOT}/gym_resources",
+            "env.nemo_gym.config_paths=[resources_servers/sav_tracks/configs/sav_tracks.yaml]",
+        ],
+    )
+    collected: list[PromptGroup] = []
+    collect = Collector.collect
+
+    def remember(self, *args, **kwargs):
+        collected.extend(groups := collect(self, *args, **kwargs))
+        return groups
+
+    monkeypatch.setattr(Collector, "collect", remember)
+    last = run_grpo(config, console=Console(quiet=True))
+    assert last["alignment/rows"] == 4
+    assert last["alignment/media_matched"] + last["alignment/media_repaired"] > 0
+    assert last["alignment/rows_masked"] == 0
+    assert last["train/num_tokens"] > 0
+    scorer = in_process_scorer("sav_tracks_simple_agent", ROOT / "gym_resources")
+    rollouts = [(group.row, rollout) for group in collected for rollout in group.rollouts]
+    assert len(rollouts) >= 8
+    for row, rollout in rollouts:
+        assert rollout.reward == pytest.approx(scorer(rollout.text, row.verifier_metadata)["reward"])
