@@ -86,7 +86,11 @@ class VllmEngine:
         logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         self._engine = self._llm.llm_engine
-        self.model = self._engine.model_executor.driver_worker.worker.model_runner.model
+        runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self.model = runner.model
+        # The model asks for its clips one by one, because vLLM pads clips of one step to the largest frame and then
+        # encodes the padding. The GPU runner reads that wish while it loads the model, the CPU runner does not.
+        runner.requires_sequential_video_encoding = hasattr(self.model, "requires_sequential_video_encoding")
         packed = [name for name, value in self.model.named_parameters() if not value.numel()]
         if packed:
             raise EngineError(
