@@ -6,12 +6,15 @@ The only fake is at the network edge: `FakeGymEdge` answers where NeMo-Gym's ser
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,13 +47,22 @@ def nemo_rl_root() -> Path:
 
 
 def write_checkpoint(
-    directory: Path, processor_class: str = "NemotronH_Nano_Omni_Reasoning_V3Processor"
+    directory: Path,
+    processor_class: str = "NemotronH_Nano_Omni_Reasoning_V3Processor",
+    tokenizer_of: Path | None = None,
 ) -> Path:
-    """A directory from which NeMo-RL's `get_tokenizer(get_processor=True)` loads the tiny processor, offline."""
+    """A directory from which NeMo-RL's `get_tokenizer(get_processor=True)` loads the tiny processor, offline.
+
+    `tokenizer_of` names a checkpoint whose tokenizer it takes over.
+    """
     import tiny_processor
 
     directory.mkdir(parents=True)
-    tiny_processor.make_tokenizer().save_pretrained(directory)
+    if tokenizer_of is None:
+        tiny_processor.make_tokenizer().save_pretrained(directory)
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(tokenizer_of / name, directory / name)
     shutil.copy(HERE / "tiny_processor.py", directory / "processing_tiny.py")
     (directory / "preprocessor_config.json").write_text(
         json.dumps(
@@ -105,9 +117,13 @@ def super_checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_head():
-    """A Ray head on ports and a directory of its own, so that neither another cluster nor another run is met."""
-    import socket
+    with running_head() as address:
+        yield address
 
+
+@contextlib.contextmanager
+def running_head():
+    """A Ray head on ports and a directory of its own, so that neither another cluster nor another run is met."""
     # Ray's socket paths must stay short; pytest's directories are long.
     directory = tempfile.mkdtemp(prefix="nrx-", dir="/tmp")
     with socket.socket() as probe:
@@ -118,9 +134,12 @@ def ray_head():
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
         "RAY_AUTH_MODE": "disabled",
+        # A busy machine starts slowly.
+        "RAY_raylet_start_wait_time_s": "300",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+    log = Path(directory) / "head.log"
     head = subprocess.Popen(
         [
             str(Path(sys.executable).parent / "ray"),
@@ -135,40 +154,38 @@ def ray_head():
             "--disable-usage-stats",
         ],
         env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     os.environ.update({"RAY_AUTH_MODE": "disabled", "PYTHONPATH": env["PYTHONPATH"]})
     import ray
     from ray.util import get_node_ip_address
 
+    # The command says so once every process of the head is up.
+    while "block forever" not in log.read_text(errors="replace"):
+        if head.poll() is not None:
+            raise RuntimeError(f"Ray's head did not start:\n{log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.5)
     address = f"{get_node_ip_address()}:{port}"
     os.environ["RAY_ADDRESS"] = address
-    for attempt in range(60):
-        try:
-            ray.init(
-                address=address,
-                log_to_driver=True,
-                logging_level="WARNING",
-                runtime_env={"env_vars": {"PYTHONPATH": env["PYTHONPATH"]}},
-            )
-            break
-        except (ConnectionError, RuntimeError):
-            if attempt == 59 or head.poll() is not None:
-                raise
-            import time
-
-            time.sleep(1)
-    yield address
-    ray.shutdown()
-    head.terminate()
+    ray.init(
+        address=address,
+        log_to_driver=True,
+        logging_level="WARNING",
+        runtime_env={"env_vars": {"PYTHONPATH": env["PYTHONPATH"]}},
+    )
     try:
-        head.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        head.kill()
-    os.environ.pop("RAY_ADDRESS", None)
-    shutil.rmtree(directory, ignore_errors=True)
+        yield address
+    finally:
+        ray.shutdown()
+        head.terminate()
+        try:
+            head.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            head.kill()
+        os.environ.pop("RAY_ADDRESS", None)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ class Generation:
         self.cfg = config.policy["generation"]
 
 
-def start_actor(config, tokenizer, name, monkeypatch):
+def start_actor(config, tokenizer, name, monkeypatch, base_url="http://edge"):
     """NeMo-RL's own spin-up; only the class that it finds under the name is answered by the edge."""
     import nemo_rl.environments.nemo_gym as nemo_gym
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
@@ -81,7 +81,7 @@ def start_actor(config, tokenizer, name, monkeypatch):
     monkeypatch.setattr(nemo_gym, "NemoGym", gym_edge.edge_actor(name))
     return nemo_gym.spinup_nemo_gym_actor(
         config.env,
-        ["http://edge"],
+        [base_url],
         "policy",
         tokenizer=tokenizer,
         enable_router_replay=False,
@@ -90,26 +90,31 @@ def start_actor(config, tokenizer, name, monkeypatch):
     )
 
 
-def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2):
-    """Trajectories of one training step, through NeMo-RL's collector and replay buffer."""
+def prepare(config, monkeypatch, actor, base_url="http://edge"):
+    """NeMo-RL's set-up of a Gym run: processor, training rows and the NemoGym actor."""
     import nemo_rl.algorithms.utils as tokenizers
     import nemo_rl.environments.nemo_gym as nemo_gym
-    from nemo_rl.algorithms.async_utils import AsyncTrajectoryCollector, ReplayBuffer
-    from nemo_rl.data.collate_fn import rl_collate_fn
     from nemo_rl.data.utils import setup_response_data
-    from torchdata.stateful_dataloader import StatefulDataLoader
 
     processor = tokenizers.get_tokenizer(config.policy["tokenizer"], get_processor=True)
-    tokenizer = processor.tokenizer
-    nemo_gym.setup_nemo_gym_config(config, tokenizer)
+    nemo_gym.setup_nemo_gym_config(config, processor.tokenizer)
     train, _ = setup_response_data(processor, config.data, env_configs=None)
-    gym = start_actor(config, tokenizer, actor, monkeypatch)
+    return processor, train, start_actor(config, processor.tokenizer, actor, monkeypatch, base_url)
+
+
+def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_url="http://edge"):
+    """Trajectories of one training step, through NeMo-RL's collector and replay buffer."""
+    from nemo_rl.algorithms.async_utils import AsyncTrajectoryCollector, ReplayBuffer
+    from nemo_rl.data.collate_fn import rl_collate_fn
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    processor, train, gym = prepare(config, monkeypatch, actor, base_url)
     buffer = ReplayBuffer.options(runtime_env=runtime_env()).remote(
         max_size=8, drop_incomplete_targets_on_restore=False
     )
     collector = AsyncTrajectoryCollector.options(runtime_env=runtime_env()).remote(
         policy_generation=Generation(config),
-        tokenizer=tokenizer,
+        tokenizer=processor.tokenizer,
         task_to_env={"nemo_gym": gym},
         master_config=config,
         replay_buffer=buffer,
@@ -135,6 +140,28 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2):
     finally:
         for handle in (collector, buffer, gym):
             ray.kill(handle)
+
+
+def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_flags=True):
+    """NeMo-RL's synchronous rollout of the first two rows, as training without a collector and validation run it."""
+    from nemo_rl.data.collate_fn import rl_collate_fn
+    from nemo_rl.experience.rollouts import attach_initial_nemo_gym_image_payloads, run_nemo_gym_rollout_sync
+
+    dedup = config.grpo.deduplicate_multimodal_data
+    batch = rl_collate_fn([train[0], train[1]])
+    if dedup:
+        attach_initial_nemo_gym_image_payloads(batch, processor, env_config=config.env)
+    return run_nemo_gym_rollout_sync(
+        policy_generation=Generation(config),
+        input_batch=batch.repeat_interleave(generations, share_immutable_media=dedup),
+        tokenizer=processor.tokenizer,
+        task_to_env={"nemo_gym": gym},
+        generation_config={**config.policy["generation"], "stop_token_ids": None, "stop_strings": None},
+        log_full_result_tables=False,
+        max_seq_len=config.policy["max_total_sequence_length"],
+        mask_env_flagged_samples=honour_flags,
+        deduplicate_multimodal_data=dedup,
+    )
 
 
 def training_batch(trajectories):

@@ -83,11 +83,75 @@ class FakeGymEdge:
         return (answer(row) for row in examples)
 
 
+class EngineEdge:
+    """Stands where NeMo-Gym's agent and model servers would, and asks a real OpenAI-compatible engine."""
+
+    def __init__(self, url, extra_body):
+        self.url, self.extra_body = url, extra_body
+
+    def run_examples(self, examples, head_server_config):
+        return (self._play(row) for row in examples)
+
+    async def _play(self, row):
+        import aiohttp
+
+        messages = row["responses_create_params"]["input"]
+        request = {
+            "model": "policy",
+            "messages": [_chat_message(message) for message in messages],
+            "max_tokens": 4,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            **self.extra_body,
+        }
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{self.url}/chat/completions", json=request) as answer:
+                answer.raise_for_status()
+                body = await answer.json()
+        choice = body["choices"][0]
+        item = {
+            "prompt_token_ids": body["prompt_token_ids"],
+            "generation_token_ids": choice["token_ids"],
+            "generation_log_probs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
+        }
+        if choice["message"].get("media_grids") is not None:
+            item["media_grids"] = choice["message"]["media_grids"]
+        return row, {
+            "response": {
+                "agent_input": copy.deepcopy(messages),
+                "seed_obs": copy.deepcopy(messages),
+                "output": [item],
+            },
+            "responses_create_params": {"input": copy.deepcopy(messages)},
+            "reward": float(row["_rowidx"] % 2),
+        }
+
+
+def _chat_message(message):
+    parts = [
+        {"type": "text", "text": part["text"]}
+        if part["type"] == "input_text"
+        else {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        for part in message["content"]
+    ]
+    return {"role": message["role"], "content": parts}
+
+
 class AtTheEdge:
     """Mixed into an actor class: no servers are started."""
 
     def _spinup(self):
-        self.rh, self.rch, self.head_server_config = object(), FakeGymEdge(), None
+        (url,) = self.cfg["base_urls"]
+        gym = self.cfg["initial_global_config_dict"]
+        model = gym.get("policy_model", {}).get("responses_api_models", {}).get("vllm_model", {})
+        words = model.get("extra_body", {}).get("bad_words")
+        self.rch = (
+            FakeGymEdge() if url == "http://edge" else EngineEdge(url, {"bad_words": words} if words else {})
+        )
+        self.rh, self.head_server_config = object(), None
 
 
 def edge_actor(name):

@@ -5,8 +5,19 @@ from __future__ import annotations
 
 import gym_edge
 import pytest
+import ray
 import torch
-from driving import collect, features, image_recipe, placeholders, training_batch, urls, write_rows
+from driving import (
+    collect,
+    features,
+    image_recipe,
+    placeholders,
+    prepare,
+    rollout_in_driver,
+    training_batch,
+    urls,
+    write_rows,
+)
 
 # The rows' (height, width) and, per generation, the runs that the engine writes: 50 tokens per image and 300 are what
 # the trainer's processor gives on its own, 18 and 120 what an engine gives whose budget the images share.
@@ -140,3 +151,55 @@ def test_tool_images_and_sampled_media_tokens(
     assert sum(entry["alignment/rows_masked"] for entry in metrics) == 2
     assert sum(entry["alignment/reason/bare_context"] for entry in metrics) == 2
     assert torch.isfinite(media["pixel_values"]).all()
+
+
+@pytest.mark.slow
+def test_rollouts_in_the_driver_are_aligned_too(
+    tmp_path, ray_head, installed, nemo_rl_root, checkpoint, monkeypatch
+):
+    """Synchronous training and all validation collect in the driver, which unpickles the records itself."""
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        [
+            gym_edge.image_row(urls(OVER_BUDGET["sizes"]), OVER_BUDGET["runs"], id="over-budget"),
+            gym_edge.image_row(urls([(160, 320)], 7), [[50], [49]], id="infeasible"),
+        ],
+    )
+    config = image_recipe(nemo_rl_root, checkpoint, rows, dedup=True)
+    processor, train, gym = prepare(config, monkeypatch, "EdgeAlignedNemoGym")
+    try:
+        honoured = rollout_in_driver(config, processor, train, gym)
+        ignored = rollout_in_driver(config, processor, train, gym, honour_flags=False)
+    finally:
+        ray.kill(gym)
+    for result in (honoured, ignored):
+        _, flat = training_batch([{"batch": result.final_batch}])
+        assert placeholders(flat) == features(flat.get_multimodal_dict(as_tensors=True)) == 150 + 54 + 50 + 49
+        assert result.rollout_metrics["alignment/rows"] == 4
+        assert result.rollout_metrics["alignment/rows_masked"] == 1
+    assert honoured.final_batch["mask_sample"].tolist() == [False, False, False, True]
+    assert honoured.final_batch["loss_multiplier"].tolist() == [1.0, 1.0, 1.0, 1.0]
+    # NeMo-RL was told to ignore flags: the neutral row is zeroed where the batch says how much a row counts.
+    assert "mask_sample" not in ignored.final_batch
+    assert ignored.final_batch["loss_multiplier"].tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_refused_verdict_crosses_as_nemo_rls_data_failure(
+    tmp_path, ray_head, installed, nemo_rl_root, checkpoint, monkeypatch
+):
+    from nemo_rl.experience.failures import FailureClass, classify_rollout_failure
+
+    row = gym_edge.image_row(urls([(160, 320)]), [[49]], id="infeasible")
+    rows = write_rows(tmp_path / "rows.jsonl", [row, row | {"id": "twin"}])
+    config = image_recipe(nemo_rl_root, checkpoint, rows, dedup=False)
+    config.grpo.media_alignment["on_unalignable"] = "raise"
+    processor, train, gym = prepare(config, monkeypatch, "EdgeAlignedNemoGym")
+    try:
+        with pytest.raises(Exception, match="RolloutDataFailure") as failure:
+            rollout_in_driver(config, processor, train, gym)
+    finally:
+        ray.kill(gym)
+    assert classify_rollout_failure(failure.value) is FailureClass.DATA
+    for fact in ("row 'infeasible", "turn 0", "static runs are [50]", "runs [49]", "infeasible_length"):
+        assert fact in str(failure.value)
