@@ -21,7 +21,7 @@ def test_contenders_run_in_turn_and_ratios_are_taken_within_a_round():
     timings = alternate(
         {"base": work("base", 1.0), "double": work("double", 2.0)}, rounds=5, least_s=0.0, clock=lambda: Clock.value
     )
-    assert order[4:] == ["base", "double"] * 5
+    assert order[-10:] == ["base", "double"] * 5
     assert timings["base"].ratio == 1.0
     assert timings["double"].ratio == pytest.approx(2.2, abs=0.2)
 
