@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the benchmarks.
 
-    python -m benchmarks                    every one of the default run, each in a process of its own
-    python -m benchmarks runs repair        some of them
-    python -m benchmarks --publish          all, and write docs/benchmarks.md, its JSON and its plot
-    python -m benchmarks arms --steps 80    a longer study, with its own options: arms, fuzz, guards_*, distill_*
+python -m benchmarks                    every one of the default run, each in a process of its own
+python -m benchmarks runs repair        some of them
+python -m benchmarks --publish          all, and write docs/benchmarks.md, its JSON and its plot
+python -m benchmarks arms --steps 80    a longer study, with its own options: arms, fuzz, guards_*, distill_*
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def studies() -> list[str]:
     return [
         name
         for name in found
-        if not name.startswith(("_", "bench_")) and "__main__" in (Path(__file__).parent / f"{name}.py").read_text()
+        if not name.startswith(("_", "bench_"))
+        and "__main__" in (Path(__file__).parent / f"{name}.py").read_text()
     ]
 
 
@@ -70,12 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds of alternation")
     parser.add_argument("--quick", action="store_true", help="small cases, to see that everything runs")
     parser.add_argument("--json", type=Path, default=None, help="write the results here")
-    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md, its JSON and its plot")
+    parser.add_argument(
+        "--publish", action="store_true", help="write docs/benchmarks.md, its JSON and its plot"
+    )
     parser.add_argument("--section", choices=DEFAULT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in DEFAULT]
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(DEFAULT)} and {', '.join(studies())}")
+        parser.error(
+            f"no benchmark {', '.join(unknown)}; there are {', '.join(DEFAULT)} and {', '.join(studies())}"
+        )
     effort = Effort(rounds=options.rounds, quick=options.quick)
     if options.section and options.json:
         section = importlib.import_module(f"benchmarks.bench_{options.section}").run(effort)
@@ -139,7 +144,9 @@ def show(results: dict[str, Any]) -> None:
         for section in results["sections"]
         for index, table in enumerate(section["tables"])
     ]
-    tables.append(("Targets", {"columns": ("target", "measured", "met"), "rows": targets(results), "caption": ""}))
+    tables.append(
+        ("Targets", {"columns": ("target", "measured", "met"), "rows": targets(results), "caption": ""})
+    )
     for title, table in tables:
         drawn = RichTable(title=title or None, caption=table["caption"] or None, title_justify="left")
         for column in table["columns"]:

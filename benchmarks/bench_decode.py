@@ -73,7 +73,9 @@ def images(effort: Effort) -> Table:
             )
         )
     columns = ("picture", "plain Pillow", "load_image", "ratio", "equal pixels")
-    return Table(columns=columns, rows=rows, caption="`load_image` also bounds the size and hashes the pixels.")
+    return Table(
+        columns=columns, rows=rows, caption="`load_image` also bounds the size and hashes the pixels."
+    )
 
 
 def videos(effort: Effort) -> Table:

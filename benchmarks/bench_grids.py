@@ -35,7 +35,9 @@ def run(effort: Effort) -> Section:
             {
                 "exhaustive scan of budgets": lambda size=size, tokens=tokens: scan(size, tokens),
                 "feasible_grids, first time": cold,
-                "feasible_grids, size seen before": lambda size=size, tokens=tokens: TILER.feasible_grids(size, tokens),
+                "feasible_grids, size seen before": lambda size=size, tokens=tokens: TILER.feasible_grids(
+                    size, tokens
+                ),
             },
             rounds=effort.rounds,
         )

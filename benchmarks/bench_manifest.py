@@ -83,10 +83,13 @@ def check(folder: Path, effort: Effort) -> Table:
         clock=time.perf_counter,
     )
     rows = [
-        (name, f"{num_rows / timing.median:,.0f}", ratio(1 / timing.ratio)) for name, timing in timings.items()
+        (name, f"{num_rows / timing.median:,.0f}", ratio(1 / timing.ratio))
+        for name, timing in timings.items()
     ]
     caption = f"The demo's {num_rows} rows, clips included (the baseline leaves clips out); wall time."
-    return Table(columns=("manifest", "rows per second", "speed against baseline"), rows=rows, caption=caption)
+    return Table(
+        columns=("manifest", "rows per second", "speed against baseline"), rows=rows, caption=caption
+    )
 
 
 def run(effort: Effort) -> Section:

@@ -38,7 +38,12 @@ def make_checkpoint(folder: Path) -> Path:
 
     model_dir = build_tiny_checkpoint(folder)
     path = model_dir / "preprocessor_config.json"
-    limits = {"min_num_patches": MIN_PATCHES, "max_num_patches": MAX_PATCHES, "norm_mean": MEAN, "norm_std": STD}
+    limits = {
+        "min_num_patches": MIN_PATCHES,
+        "max_num_patches": MAX_PATCHES,
+        "norm_mean": MEAN,
+        "norm_std": STD,
+    }
     path.write_text(json.dumps({**json.loads(path.read_text()), **limits}))
     return model_dir
 
@@ -57,10 +62,16 @@ def make_work(folder: Path, *, num_groups: int, group_size: int, budget_share: f
     static = family.tiler.static_grid(SIZE)
     grid = family.tiler.grid(SIZE, int(static.num_patches * budget_share))
     grammar = family.grammar
-    ids = np.array([7, grammar.start_id, *[grammar.context_id] * grid.num_tokens(), grammar.end_id], dtype=np.int32)
+    ids = np.array(
+        [7, grammar.start_id, *[grammar.context_id] * grid.num_tokens(), grammar.end_id], dtype=np.int32
+    )
     rng = np.random.default_rng(0)
     reader = MediaReader(
-        policy=MediaPolicy(roots=(folder,)), base_dir=folder, num_frames=8, frames_per_tubelet=1, backend="decord"
+        policy=MediaPolicy(roots=(folder,)),
+        base_dir=folder,
+        num_frames=8,
+        frames_per_tubelet=1,
+        backend="decord",
     )
     groups = []
     for index in range(num_groups):
@@ -79,7 +90,9 @@ def make_work(folder: Path, *, num_groups: int, group_size: int, budget_share: f
         )
         groups.append([request] * group_size)
     # No cache: every round must do all the work again.
-    config = AlignerConfig(model_dir=model_dir, media_policy=MediaPolicy(roots=(folder,)), base_dir=folder, cache_bytes=0)
+    config = AlignerConfig(
+        model_dir=model_dir, media_policy=MediaPolicy(roots=(folder,)), base_dir=folder, cache_bytes=0
+    )
     return Work(groups=groups, config=config)
 
 
@@ -138,7 +151,9 @@ def throughput(work: Work, effort: Effort) -> tuple[Table, Check]:
         met=speedup >= TARGET,
     )
     caption = f"{turns} turns of one {SIZE[1]}x{SIZE[0]} JPEG, decoded and made again on the engine's grid; wall time."
-    return Table(columns=("where", "turns per second", "against one actor"), rows=rows, caption=caption), check
+    return Table(
+        columns=("where", "turns per second", "against one actor"), rows=rows, caption=caption
+    ), check
 
 
 def shipped(work: Work) -> tuple[Table, Check]:
@@ -151,7 +166,9 @@ def shipped(work: Work) -> tuple[Table, Check]:
     repaired = work.groups[0][0]
     grid = repaired.static_grids[0]
     grammar = aligner.family.grammar
-    ids = np.array([7, grammar.start_id, *[grammar.context_id] * grid.num_tokens(), grammar.end_id], dtype=np.int32)
+    ids = np.array(
+        [7, grammar.start_id, *[grammar.context_id] * grid.num_tokens(), grammar.end_id], dtype=np.int32
+    )
     matched = dataclasses.replace(repaired, token_ids=ids, captured=(grid,))
     rows = []
     tensors = 0
@@ -184,7 +201,9 @@ def shipped(work: Work) -> tuple[Table, Check]:
         measured=f"{tensors} bytes of tensors; {rows[-1][1]} of verdict per row",
         met=tensors == 0,
     )
-    return Table(columns=columns, rows=rows, caption="Bytes through Ray's object store per row, float32."), check
+    return Table(
+        columns=columns, rows=rows, caption="Bytes through Ray's object store per row, float32."
+    ), check
 
 
 def run(effort: Effort) -> Section:

@@ -21,7 +21,6 @@ from benchmarks.measure import (
     mib,
     peak_bytes,
     ratio,
-    seconds,
     timing_table,
 )
 from nemo_rl_ext.align.grids import Size
@@ -161,14 +160,21 @@ def run(effort: Effort) -> Section:
                 timings = alternate(made, rounds=rounds)
                 name = f"{count} x {size[1]}x{size[0]}, {str(dtype).removeprefix('torch.')}"
                 cases[name] = timings
-                against_engine = timings["repair, transformers' layout"].median / timings[
-                    "vLLM's processor, the engine's grids"
-                ].median
+                against_engine = (
+                    timings["repair, transformers' layout"].median
+                    / timings["vLLM's processor, the engine's grids"].median
+                )
                 worst[name] = (timings["repair, transformers' layout"].ratio, against_engine)
                 memory.append((name, *(mib(peak_bytes(call)) for call in made.values())))
     slowest = max(worst, key=lambda name: worst[name][0])
     engine = max(worst, key=lambda name: worst[name][1])
-    columns = ("turn", "checkpoint's processor", "vLLM's processor", "repair, transformers'", "repair, released")
+    columns = (
+        "turn",
+        "checkpoint's processor",
+        "vLLM's processor",
+        "repair, transformers'",
+        "repair, released",
+    )
     return Section(
         name="repair",
         title="Repairing a turn",
@@ -177,7 +183,9 @@ def run(effort: Effort) -> Section:
         "comparison of the two. Released checkpoints want one zero-padded tensor of all images.",
         tables=[
             timing_table(cases, "turn"),
-            Table(columns=columns, rows=memory, caption="Peak memory over the decoded images, results included."),
+            Table(
+                columns=columns, rows=memory, caption="Peak memory over the decoded images, results included."
+            ),
         ],
         checks=[
             Check(
@@ -187,7 +195,7 @@ def run(effort: Effort) -> Section:
             ),
             Check(
                 target="a repair <= 1.1x vLLM's processor on the same grids",
-                measured=f"at most {ratio(worst[engine][1])} ({engine}), {seconds(cases[engine]['repair, transformers' + chr(39) + ' layout'].median)}",
+                measured=f"at most {ratio(worst[engine][1])} ({engine})",
                 met=worst[engine][1] <= TARGET,
             ),
         ],

@@ -36,7 +36,12 @@ def repair_of(size: tuple[int, int], count: int) -> Callable[[], Any]:
 
     tiler = DynamicTiler(16, 2, 16, MAX_PATCHES)
     family = NemotronFamily(
-        grammar=GRAMMAR, tiler=tiler, mean=tuple(MEAN), std=tuple(STD), layout=Layout.NATIVE, dtype=torch.float32
+        grammar=GRAMMAR,
+        tiler=tiler,
+        mean=tuple(MEAN),
+        std=tuple(STD),
+        layout=Layout.NATIVE,
+        dtype=torch.float32,
     )
     grid = tiler.grid(size, int(tiler.static_grid(size).num_patches * 0.8))
     run = [GRAMMAR.start_id, *[GRAMMAR.context_id] * grid.num_tokens(), GRAMMAR.end_id]
@@ -54,12 +59,18 @@ def plan_of(count: int) -> Callable[[], Any]:
     from nemo_rl_ext.align.plan import plan_turn
 
     tiler = DynamicTiler(16, 2, MIN_PATCHES, MAX_PATCHES)
-    family = NemotronFamily(grammar=GRAMMAR, tiler=tiler, mean=tuple(MEAN), std=tuple(STD), layout=Layout.NATIVE)
+    family = NemotronFamily(
+        grammar=GRAMMAR, tiler=tiler, mean=tuple(MEAN), std=tuple(STD), layout=Layout.NATIVE
+    )
     sizes = [(400 + 7 * (index % 64), 900) for index in range(count)]
     items = [MediaItem(size=size, source="a.png") for size in sizes]
     ids: list[int] = []
     for size in sizes:
-        ids += [GRAMMAR.start_id, *[GRAMMAR.context_id] * tiler.static_grid(size).num_tokens(), GRAMMAR.end_id]
+        ids += [
+            GRAMMAR.start_id,
+            *[GRAMMAR.context_id] * tiler.static_grid(size).num_tokens(),
+            GRAMMAR.end_id,
+        ]
     runs = find_runs(np.array(ids, dtype=np.int32), GRAMMAR)
     return lambda: plan_turn(runs, items, family)
 
@@ -101,7 +112,9 @@ def run(effort: Effort) -> Section:
                 f"{exponent:.2f}",
             )
         )
-        checks.append(Check(target=f"linear growth, {name}", measured=f"exponent {exponent:.2f}", met=exponent <= LIMIT))
+        checks.append(
+            Check(target=f"linear growth, {name}", measured=f"exponent {exponent:.2f}", met=exponent <= LIMIT)
+        )
     table = Table(
         columns=("curve", "least", "most", "exponent"),
         rows=rows,

@@ -160,7 +160,9 @@ def seconds(value: float) -> str:
     """A time with three digits and a fitting unit."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"
+            return (
+                f"{value * factor:.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"
+            )
     return f"{value * 1e9:.3g} ns"
 
 

@@ -96,7 +96,9 @@ def _panel(name: str, curve: Sequence[tuple[float, float]], width: int, height: 
     for decade in range(math.ceil(x0), math.floor(x1) + 1):
         x, _ = place(10**decade, 10**y0)
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{height - bottom}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" fill="#555555">{10**decade:,g}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" fill="#555555">{10**decade:,g}</text>'
+        )
     for decade in range(math.ceil(y0), math.floor(y1) + 1):
         _, y = place(10**x0, 10**decade)
         parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{width - right}" y2="{y:.1f}" stroke="#dddddd"/>')
@@ -105,7 +107,9 @@ def _panel(name: str, curve: Sequence[tuple[float, float]], width: int, height: 
     last_x, last_y = curve[-1]
     linear = [place(x, y) for x in (curve[0][0], last_x) if math.log10(y := last_y * x / last_x) >= y0 - 1e-9]
     if len(linear) == 2:
-        parts.append(f'<polyline points="{_points(linear)}" fill="none" stroke="#aaaaaa" stroke-dasharray="4 3"/>')
+        parts.append(
+            f'<polyline points="{_points(linear)}" fill="none" stroke="#aaaaaa" stroke-dasharray="4 3"/>'
+        )
     drawn = [place(x, y) for x, y in curve]
     parts.append(f'<polyline points="{_points(drawn)}" fill="none" stroke="#2f6fc4" stroke-width="2"/>')
     parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#2f6fc4"/>' for x, y in drawn]

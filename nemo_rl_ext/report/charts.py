@@ -53,7 +53,9 @@ def charts(run: RunFiles) -> list[Chart]:
     return [chart for chart in made if any(trace["x"] for trace in chart.traces)]
 
 
-def _line(steps: Sequence[Record], key: str, name: str, color: str, scale: float = 1.0, **extra: Any) -> Trace:
+def _line(
+    steps: Sequence[Record], key: str, name: str, color: str, scale: float = 1.0, **extra: Any
+) -> Trace:
     points = [(step["step"], step[key] * scale) for step in steps if key in step]
     return {
         "type": "scatter",
@@ -109,7 +111,10 @@ def _gaps(steps: Sequence[Record]) -> Chart:
             f"alignment/logprob_gap_{kind}_{statistic}",
             f"{kind}, {statistic}",
             kind,
-            line={"dash": "solid" if statistic == "mean" else "dot", "width": 2 if statistic == "mean" else 1},
+            line={
+                "dash": "solid" if statistic == "mean" else "dot",
+                "width": 2 if statistic == "mean" else 1,
+            },
         )
         for kind in ("matched", "repaired")
         for statistic in ("mean", "max")
@@ -126,7 +131,9 @@ def _gaps(steps: Sequence[Record]) -> Chart:
 
 def _reasons(steps: Sequence[Record]) -> Chart:
     names = sorted({name for step in steps for name in step if name.startswith("alignment/reason/")})
-    totals = {name.removeprefix("alignment/reason/"): sum(step.get(name, 0) for step in steps) for name in names}
+    totals = {
+        name.removeprefix("alignment/reason/"): sum(step.get(name, 0) for step in steps) for name in names
+    }
     ordered = sorted(totals.items(), key=lambda pair: pair[1])
     return Chart(
         name="reasons",

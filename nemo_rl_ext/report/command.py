@@ -12,7 +12,8 @@ import typer
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Directory that a run wrote (logger.log_dir).")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write the page; RUN_DIR/report.html by default.")
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write the page; RUN_DIR/report.html by default."),
     ] = None,
 ) -> None:
     """Write a run's report: one HTML file that shows which rows were repaired or masked, and why."""
@@ -23,7 +24,8 @@ def report(
 
 def inspect(
     rollouts: Annotated[
-        list[Path], typer.Argument(help="JSONL files of rollouts with token ids, as NeMo-Gym's collection stores them.")
+        list[Path],
+        typer.Argument(help="JSONL files of rollouts with token ids, as NeMo-Gym's collection stores them."),
     ],
     model: Annotated[Path, typer.Option(help="Checkpoint directory: tokenizer and image processor.")],
     max_model_len: Annotated[
@@ -35,14 +37,23 @@ def inspect(
         typer.Option(help="Directory that media may lie in; repeatable. The rollouts' own by default."),
     ] = None,
     base_dir: Annotated[
-        Path | None, typer.Option(help="What relative media paths start from; the rollouts' own directory by default.")
+        Path | None,
+        typer.Option(help="What relative media paths start from; the rollouts' own directory by default."),
     ] = None,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Fetch http(s) media.")] = False,
     num_frames: Annotated[int, typer.Option(min=1, help="Frames per clip where a row does not say.")] = 8,
-    video_backend: Annotated[Literal["decord", "torchcodec"], typer.Option(help="What decodes clips.")] = "decord",
-    decode: Annotated[bool, typer.Option("--decode", help="Decode media whole, not their headers only.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for rows that would be repaired too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row on stdout, sums last.")] = False,
+    video_backend: Annotated[
+        Literal["decord", "torchcodec"], typer.Option(help="What decodes clips.")
+    ] = "decord",
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Decode media whole, not their headers only.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 for rows that would be repaired too.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per row on stdout, sums last.")
+    ] = False,
     show: Annotated[int, typer.Option(min=0, help="Rows to print that did not match.")] = 20,
 ) -> None:
     """Check stored rollouts against their media: what matches, would be repaired, or would be masked.

@@ -89,7 +89,14 @@ class TableOutput:
 
     def _table(self) -> Table:
         table = Table(show_lines=True)
-        for heading in ("row", "outcome", "turn", "expected runs", "found runs", "media: grid, what would be done"):
+        for heading in (
+            "row",
+            "outcome",
+            "turn",
+            "expected runs",
+            "found runs",
+            "media: grid, what would be done",
+        ):
             table.add_column(heading, overflow="fold")
         for result in self._shown:
             outcome = Text(result.outcome, STYLES[result.outcome])
@@ -98,7 +105,12 @@ class TableOutput:
                 table.add_row(name, outcome, "", "", "", Text(result.problem))
             for turn in result.turns:
                 table.add_row(
-                    name, outcome, str(turn.turn), _lengths(turn.expected), _lengths(turn.found), Text(_media(turn))
+                    name,
+                    outcome,
+                    str(turn.turn),
+                    _lengths(turn.expected),
+                    _lengths(turn.found),
+                    Text(_media(turn)),
                 )
                 name = outcome = Text("")
         return table
@@ -116,5 +128,7 @@ def _media(turn: TurnReport) -> str:
         grid = f"{item.static_grid} -> {item.grid}" if item.grid is not None else f"{item.static_grid} -> ?"
         reason = f" ({item.reason.value})" if item.reason is not None else ""
         detail = f"; {item.detail}" if item.detail else ""
-        lines.append(f"{item.kind} {item.index}, {width}x{height} px: {grid}, {item.verdict.value}{reason}{detail}")
+        lines.append(
+            f"{item.kind} {item.index}, {width}x{height} px: {grid}, {item.verdict.value}{reason}{detail}"
+        )
     return "\n".join(lines)

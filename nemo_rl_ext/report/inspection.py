@@ -102,7 +102,9 @@ class Inspector:
     def __init__(self, config: InspectConfig) -> None:
         processor = config.model_dir / "preprocessor_config.json"
         if not processor.is_file():
-            raise ValueError(f"{processor} is missing; --model takes a checkpoint directory with its processor files")
+            raise ValueError(
+                f"{processor} is missing; --model takes a checkpoint directory with its processor files"
+            )
         self.config = config
         self.family = NemotronFamily.from_pretrained(config.model_dir)
         self._reader = MediaReader(
@@ -128,9 +130,7 @@ class Inspector:
         """Judge one rollout the way a run would: turn by turn, split where an earlier image changed."""
         items = [self._item(source) for turn in row.media for source in turn]
         segments = to_segments(row.turns, self.family.grammar)
-        reports = tuple(
-            report for segment in segments for report in self._segment(row, segment, items)
-        )
+        reports = tuple(report for segment in segments for report in self._segment(row, segment, items))
         resizes = tuple(str(resize) for segment in segments for resize in segment.resizes)
         if any(report.neutral for report in reports):
             outcome = "masked"
@@ -155,7 +155,9 @@ class Inspector:
         self, ids: np.ndarray, media: list[MediaItem], row_id: str, turn: int, request: EngineRequest | None
     ) -> TurnReport:
         runs = find_runs(ids, self.family.grammar)
-        labels = tubelet_labels(ids, runs, self.family) if any(item.kind == "video" for item in media) else None
+        labels = (
+            tubelet_labels(ids, runs, self.family) if any(item.kind == "video" for item in media) else None
+        )
         return plan_turn(runs, media, self.family, labels=labels, request=request, row_id=row_id, turn=turn)
 
     def _request(self, items: list[MediaItem], row: StoredRow, user: Any) -> EngineRequest | None:

@@ -51,7 +51,8 @@ def render(run: RunFiles) -> str:
     plotly = _plotly()
     script = _asset("page.js")
     data = [
-        {"name": chart.name, "traces": chart.traces, "layout": chart.layout} for chart in (figures if plotly else ())
+        {"name": chart.name, "traces": chart.traces, "layout": chart.layout}
+        for chart in (figures if plotly else ())
     ]
     scripts = "".join(f"<script>{text}</script>" for text in (plotly, script) if text)
     body = "".join(
@@ -75,7 +76,9 @@ def render(run: RunFiles) -> str:
 
 def _policy(*scripts: str) -> str:
     hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts if text
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in scripts
+        if text
     )
     return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}"
 
@@ -117,7 +120,9 @@ def _finite(value: object) -> object:
 def _head(run: RunFiles, summary: Summary) -> str:
     model = run.setting("policy.model_name", "")
     written = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    about = f"{summary.num_steps} steps" + (f", model {_text(model)}" if model else "") + f", written {written}"
+    about = (
+        f"{summary.num_steps} steps" + (f", model {_text(model)}" if model else "") + f", written {written}"
+    )
     tiles = [
         (f"{summary.media['matched']:,}", "media matched"),
         (f"{summary.media['repaired']:,}", "media repaired"),
@@ -125,10 +130,14 @@ def _head(run: RunFiles, summary: Summary) -> str:
         (f"{summary.token_delta:,}", "tokens the static sizes were off by"),
     ]
     if summary.reward_last is not None:
-        tiles.append((f"{summary.reward_first:.2f} → {summary.reward_last:.2f}", "reward, first and last tenth"))
+        tiles.append(
+            (f"{summary.reward_first:.2f} → {summary.reward_last:.2f}", "reward, first and last tenth")
+        )
     if summary.accuracy_last is not None:
         tiles.append((f"{summary.accuracy_first:.2f} → {summary.accuracy_last:.2f}", "held-out accuracy"))
-    cells = "".join(f'<div class="card tile"><b>{value}</b><span>{label}</span></div>' for value, label in tiles)
+    cells = "".join(
+        f'<div class="card tile"><b>{value}</b><span>{label}</span></div>' for value, label in tiles
+    )
     return (
         f'<header><div><h1>{_text(run.run_dir.name)}</h1><div class="muted">{about}</div></div>'
         f'<button id="theme" type="button">Light / dark</button></header>'
@@ -159,7 +168,9 @@ def _lead(summary: Summary) -> str:
         )
     else:
         sentences.append(f"All {summary.rows:,} rollouts were trained on; none had to be masked.")
-    sentences.append(f"The aligners worked {summary.repair_ms / 1e3:.1f} s for {summary.step_s:,.0f} s of training.")
+    sentences.append(
+        f"The aligners worked {summary.repair_ms / 1e3:.1f} s for {summary.step_s:,.0f} s of training."
+    )
     return " ".join(sentences)
 
 
@@ -185,7 +196,7 @@ def _rows(stories: Sequence[RowStory]) -> str:
         f"Grids count patches, height x width.{more}</p>"
         '<p><input id="filter" type="search" placeholder="Filter by row, reason, file ..." '
         'aria-label="Filter rows"></p><div class="card scroll"><table id="rows" class="rows"><thead><tr>'
-        '<th>Row</th><th>Outcome</th><th>Why</th><th>Media: training grid → engine grid</th>'
+        "<th>Row</th><th>Outcome</th><th>Why</th><th>Media: training grid → engine grid</th>"
         '<th class="number">Tokens</th><th class="number">Rollouts</th><th>Steps</th></tr></thead>'
         f"<tbody>{entries}</tbody></table>{button}</div>"
     )
@@ -197,7 +208,9 @@ def _row(story: RowStory, *, rest: bool) -> str:
     media = "<br>".join(_medium(item) for item in story.media)
     if story.num_media > len(story.media):
         media += f"<br>and {story.num_media - len(story.media)} more"
-    steps = ", ".join(map(str, story.steps[:6])) + (f" and {len(story.steps) - 6} more" if len(story.steps) > 6 else "")
+    steps = ", ".join(map(str, story.steps[:6])) + (
+        f" and {len(story.steps) - 6} more" if len(story.steps) > 6 else ""
+    )
     return (
         f'<tr{" class=rest" if rest else ""}><td data-label=""><b>{_text(story.row_id)}</b>, turn {story.turn}</td>'
         f'<td data-label="">{_badge(story.outcome)}</td><td data-label="Why">{reasons}{detail}</td>'
@@ -252,7 +265,9 @@ def _offence(offence: Record, maker: ThumbnailMaker) -> str:
     shown = "".join(_offence_medium(item, maker.make(row, item)) for item in media[:MAX_THUMBNAILS])
     if len(media) > MAX_THUMBNAILS:
         shown += f'<p class="note">and {len(media) - MAX_THUMBNAILS} more media</p>'
-    place = f"step {_text(offence.get('step'))}" + (f", row {_text(row)}, turn {_text(offence.get('turn'))}" if row else "")
+    place = f"step {_text(offence.get('step'))}" + (
+        f", row {_text(row)}, turn {_text(offence.get('turn'))}" if row else ""
+    )
     doing = advice(reason)
     return (
         f'<div class="card offence"><h3><code>{_text(reason)}</code></h3><div class="muted">{place}</div>'

@@ -55,7 +55,9 @@ def read_run(run_dir: str | Path) -> RunFiles:
     """
     run_dir = Path(run_dir).resolve()
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; the directory that a run wrote (logger.log_dir) is expected")
+        raise ValueError(
+            f"{run_dir} is not a directory; the directory that a run wrote (logger.log_dir) is expected"
+        )
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{run_dir} holds no metrics.jsonl; the directory that a run wrote is expected")

@@ -102,7 +102,12 @@ def _as_manifest_row(value: dict[str, Any], output: list[Any], path: Path, numbe
             raise StoredRowError(f"response.output holds {type(item).__name__} where an object is expected")
         if item.get("prompt_token_ids"):
             turns.append([])
-        elif item.get("type") == "function_call_output" or item.get("role") in ("user", "system", "developer", "tool"):
+        elif item.get("type") == "function_call_output" or item.get("role") in (
+            "user",
+            "system",
+            "developer",
+            "tool",
+        ):
             turns[-1].append(item)
     # What precedes the first generated item belongs to the prompt; what follows the last one was never generated on.
     params = dict(value.get("responses_create_params") or {})

@@ -120,7 +120,9 @@ def row_stories(turns: Iterable[Record]) -> list[RowStory]:
         story.steps.append(int(turn.get("step") or 0))
         story.repair_ms = max(story.repair_ms, float(turn.get("repair_ms") or 0.0))
     order = ("masked", "repaired", "matched")
-    return sorted(stories.values(), key=lambda story: (order.index(story.outcome), -story.rollouts, story.row_id))
+    return sorted(
+        stories.values(), key=lambda story: (order.index(story.outcome), -story.rollouts, story.row_id)
+    )
 
 
 def outcome(turn: Record) -> str:

@@ -103,9 +103,9 @@ class ThumbnailMaker:
         return Thumbnails(views=tuple(self._view(title, grid, frame, shrink) for title, grid in grids))
 
     def _view(self, title: str, grid: Grid, frame: np.ndarray, shrink: float) -> View:
-        from nemo_rl_ext.align.pixels import resize_and_normalize
-
         import torch
+
+        from nemo_rl_ext.align.pixels import resize_and_normalize
 
         # The same resize that makes training tensors, left in the range of a picture.
         plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "dtype": torch.float32}

@@ -38,7 +38,9 @@ class TurnSamples:
         sample.rollouts += 1
         if aligned.report.repair_ms >= sample.repair_ms:
             sample.repair_ms = aligned.report.repair_ms
-            sample.num_bytes = aligned.tensors.num_bytes if aligned.changed and aligned.tensors is not None else 0
+            sample.num_bytes = (
+                aligned.tensors.num_bytes if aligned.changed and aligned.tensors is not None else 0
+            )
 
     def take(self) -> list[TurnSample]:
         """The step's turns, masked first, then the slowest, then matched ones; gathering starts again."""

@@ -16,10 +16,14 @@ def test_contenders_run_in_turn_and_ratios_are_taken_within_a_round():
         def call():
             order.append(name)
             Clock.value += cost * (1 + next(now))  # the machine gets slower and slower
+
         return call
 
     timings = alternate(
-        {"base": work("base", 1.0), "double": work("double", 2.0)}, rounds=5, least_s=0.0, clock=lambda: Clock.value
+        {"base": work("base", 1.0), "double": work("double", 2.0)},
+        rounds=5,
+        least_s=0.0,
+        clock=lambda: Clock.value,
     )
     assert order[-10:] == ["base", "double"] * 5
     assert timings["base"].ratio == 1.0

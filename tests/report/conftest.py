@@ -90,7 +90,9 @@ def run_dir(tmp_path) -> Path:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     first = {"step": 0, "eval/accuracy": 0.4}
-    write_lines(folder / "metrics.jsonl", [first, *(step(n) for n in range(1, 9)), step(9, **{"eval/accuracy": 0.8})])
+    write_lines(
+        folder / "metrics.jsonl", [first, *(step(n) for n in range(1, 9)), step(9, **{"eval/accuracy": 0.8})]
+    )
     turn = {
         "step": 2,
         "row_id": "row-7",

@@ -11,13 +11,13 @@ from PIL import Image
 
 from nemo_rl_ext.report.page import write_report
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"))),
-    None,
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no browser found; install chromium to look at the report in a test"),
+    pytest.mark.skipif(
+        BROWSER is None, reason="no browser found; install chromium to look at the report in a test"
+    ),
 ]
 
 
@@ -44,7 +44,8 @@ def console(done: subprocess.CompletedProcess) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dark"), [("desktop", (1280, 2400), False), ("phone", (390, 2400), False), ("dark", (1280, 2400), True)]
+    ("name", "size", "dark"),
+    [("desktop", (1280, 2400), False), ("phone", (390, 2400), False), ("dark", (1280, 2400), True)],
 )
 def test_the_report_is_drawn_without_a_console_message(run_dir, tmp_path, name, size, dark):
     page = write_report(run_dir)
@@ -65,7 +66,8 @@ def test_the_report_is_drawn_without_a_console_message(run_dir, tmp_path, name, 
 def test_every_chart_is_drawn_and_the_page_fits_a_phone(run_dir, tmp_path):
     text = write_report(run_dir).read_text(encoding="utf-8")
     # The page's own policy refuses any other script, so the probe is put in with the policy taken out.
-    probe = "<script>document.documentElement.dataset.overflow = document.documentElement.scrollWidth - innerWidth</script>"
+    measure = "const root = document.documentElement; root.dataset.overflow = root.scrollWidth - innerWidth;"
+    probe = f"<script>{measure}</script>"
     text = re.sub(r"<meta http-equiv[^>]+>", "", text).replace("</body>", f"{probe}</body>")
     page = tmp_path / "probe.html"
     page.write_text(text, encoding="utf-8")
@@ -79,7 +81,9 @@ def test_every_chart_is_drawn_and_the_page_fits_a_phone(run_dir, tmp_path):
 
 def test_a_script_that_is_not_the_pages_own_does_not_run(run_dir, tmp_path):
     page = write_report(run_dir)
-    text = page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'taken over'</script></body>")
+    text = page.read_text(encoding="utf-8").replace(
+        "</body>", "<script>document.title = 'taken over'</script></body>"
+    )
     page.write_text(text, encoding="utf-8")
     done = browse(page, tmp_path, "--dump-dom")
     assert "<title>demo: run report</title>" in done.stdout

@@ -49,7 +49,9 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(run_dir):
     text = write_report(run_dir).read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text).group(1)
     assert policy.startswith("default-src 'none'; img-src data: blob:;")
-    assert not re.findall(r'(?:src|href)="(?!data:)', re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL))
+    assert not re.findall(
+        r'(?:src|href)="(?!data:)', re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    )
 
 
 def test_text_of_manifests_and_rollouts_is_escaped(run_dir):
@@ -61,7 +63,9 @@ def test_text_of_manifests_and_rollouts_is_escaped(run_dir):
         record["media"][0] |= {"source": hostile}
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     offences = run_dir / "offences.jsonl"
-    offences.write_text(offences.read_text().replace("the whole story", hostile).replace("run_count", hostile))
+    offences.write_text(
+        offences.read_text().replace("the whole story", hostile).replace("run_count", hostile)
+    )
     text = write_report(run_dir).read_text(encoding="utf-8")
     assert "<script>alert" not in text and "<img src=x" not in text
     data = re.search(r'id="charts-data">(.*?)</script>', text, flags=re.DOTALL).group(1)
