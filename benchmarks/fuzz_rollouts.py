@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
-from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.grids import DynamicTiler, Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.verdict import TurnReport, Verdict
+from nemo_rl_ext.align.video_grids import VideoTiler
 
 SIDES = (8, 17, 32, 40, 64, 65, 96, 120, 130, 200, 210, 300)
 RATES = (7.5, 12.0, 24.0, 29.97, 30.0)
@@ -45,7 +47,8 @@ class Rollouts:
 
     def __init__(self, family: NemotronFamily, seed: int, *, broken_share: float = 0.0) -> None:
         self.family, self.broken_share = family, broken_share
-        self.rng = np.random.default_rng(seed)
+        # Many single draws: numpy's generator takes microseconds for each.
+        self.rng = random.Random(seed)
         grammar = family.grammar
         self.special = {grammar.start_id: "\x01", grammar.context_id: "\x02", grammar.end_id: "\x03"}
         vocabulary = {family.decode([token]): token for token in range(8, 400)} if family.decoder else {}
@@ -58,27 +61,27 @@ class Rollouts:
         turns = [self._turn() for _ in range(1 + (rng.random() < 0.3) + (rng.random() < 0.1))]
         for turn in turns:
             while rng.random() < 0.5:
-                damage(turn, str(rng.choice(DAMAGES)), self)
+                damage(turn, rng.choice(DAMAGES), self)
         return turns
 
     def _turn(self) -> Turn:
         rng, family = self.rng, self.family
-        media = [self._media() for _ in range(int(rng.integers(0, 4)))]
+        media = [self._media() for _ in range(rng.randrange(4))]
         sizes = tuple(item.size for item in media if item.kind == "image")
-        max_model_len = int(rng.integers(20, 300))
+        max_model_len = rng.randrange(20, 300)
         joint = family.joint_grids(sizes, max_model_len)
         request = None
         if joint is not None and len(sizes) == len(media) and sizes and rng.random() < 0.3:
             request = EngineRequest(max_model_len=max_model_len, sizes=sizes)
         images = iter(joint if joint is not None else [family.tiler.static_grid(size) for size in sizes])
-        grids, frames, ids = [], [], self.text("ab"[: int(rng.integers(0, 3))])
+        grids, frames, ids = [], [], self.text("ab"[: rng.randrange(3)])
         for item in media:
             if item.kind == "image":
                 grids.append(next(images))
                 frames.append(())
                 ids += self.run(grids[-1]) + self.text("\n")
             else:
-                target = None if rng.random() < 0.8 else int(rng.integers(4, 100))
+                target = None if rng.random() < 0.8 else rng.randrange(4, 100)
                 grids.append(family.video.grid(item.size, target))
                 used = item.frame_indices if rng.random() < 0.8 else _sample(rng, item.total_frames)
                 frames.append(used)
@@ -96,8 +99,8 @@ class Rollouts:
 
     def _media(self) -> MediaItem:
         rng = self.rng
-        size = (int(rng.choice(SIDES)), int(rng.choice(SIDES)))
-        value, broken = int(rng.integers(0, 256)), rng.random() < self.broken_share
+        size = (rng.choice(SIDES), rng.choice(SIDES))
+        value, broken = rng.randrange(256), rng.random() < self.broken_share
         name = f"{size[0]}x{size[1]}-{value}"
 
         def load(indices: Sequence[int] = (0,)) -> np.ndarray:
@@ -107,7 +110,7 @@ class Rollouts:
 
         if rng.random() < 0.65:
             return MediaItem(size=size, source=name, content_hash=name, load=load)
-        total, fps = int(rng.integers(1, 200)), float(rng.choice(RATES))
+        total, fps = rng.randrange(1, 200), rng.choice(RATES)
         return MediaItem(
             kind="video",
             size=size,
@@ -144,14 +147,14 @@ class Rollouts:
         return ids
 
 
-def _sample(rng: np.random.Generator, total: int) -> tuple[int, ...]:
-    return tuple(sorted(rng.integers(0, total, int(rng.integers(1, 7))).tolist()))
+def _sample(rng: random.Random, total: int) -> tuple[int, ...]:
+    return tuple(sorted(rng.choices(range(total), k=rng.randrange(1, 7))))
 
 
 def damage(turn: Turn, kind: str, source: Rollouts) -> None:
     """Break a turn's ids or its list of media, as broken rollouts do."""
     rng, ids = source.rng, turn.token_ids.tolist()
-    begin, end = sorted(rng.integers(0, len(ids) + 1, 2).tolist())
+    begin, end = sorted(rng.choices(range(len(ids) + 1), k=2))
     turn.damage.append(kind)
     if kind.endswith("_media"):
         _damage_media(turn, kind, rng)
@@ -159,9 +162,9 @@ def damage(turn: Turn, kind: str, source: Rollouts) -> None:
     if kind.endswith(("_run", "_runs")):
         ids = _damage_runs(ids, kind, source)
     elif kind == "insert":
-        ids[begin:begin] = rng.choice([*source.special, 30], int(rng.integers(1, 6))).tolist()
+        ids[begin:begin] = rng.choices([*source.special, 30], k=rng.randrange(1, 6))
     elif kind == "noise":
-        ids = rng.choice([*source.special, 30], int(rng.integers(0, 40))).tolist()
+        ids = rng.choices([*source.special, 30], k=rng.randrange(40))
     else:
         ids = {
             "cut": ids[:end],
@@ -173,11 +176,11 @@ def damage(turn: Turn, kind: str, source: Rollouts) -> None:
     turn.token_ids = np.array(ids, np.int64)
 
 
-def _damage_media(turn: Turn, kind: str, rng: np.random.Generator) -> None:
+def _damage_media(turn: Turn, kind: str, rng: random.Random) -> None:
     """The training side lists other media than the engine had; what the engine recorded stays with its own."""
     if not turn.media:
         return
-    place, other = rng.integers(0, len(turn.media), 2).tolist()
+    place, other = rng.choices(range(len(turn.media)), k=2)
     order = list(range(len(turn.media)))
     if kind == "drop_media":
         del order[place]
@@ -196,7 +199,7 @@ def _damage_runs(ids: list[int], kind: str, source: Rollouts) -> list[int]:
     spans = [(start, ids.index(end_id, start) + 1) for start in starts if end_id in ids[start:]]
     if not spans:
         return ids
-    first, second = sorted(source.rng.integers(0, len(spans), 2).tolist())
+    first, second = sorted(source.rng.choices(range(len(spans)), k=2))
     begin, end = spans[first]
     if kind == "delete_run":
         return ids[:begin] + ids[end:]
@@ -205,7 +208,7 @@ def _damage_runs(ids: list[int], kind: str, source: Rollouts) -> list[int]:
     if kind == "empty_run":
         return ids[: begin + 1] + ids[end - 1 :]
     if kind == "resize_run":
-        return ids[: begin + 1] + [context_id] * int(source.rng.integers(1, 60)) + ids[end - 1 :]
+        return ids[: begin + 1] + [context_id] * source.rng.randrange(1, 60) + ids[end - 1 :]
     later, last = spans[second]
     if later < end:
         return ids
@@ -235,7 +238,8 @@ def fault(turn: Turn, report: TurnReport, source: Rollouts) -> str:
             if judged.grid != turn.captured[place]:
                 return f"media {place}: grid {judged.grid}, the engine recorded {turn.captured[place]}"
             continue
-        reachable = [grid for grid in _reachable(family, item.kind, item.size) if grid.num_tokens() == tokens]
+        tiler = family.video if item.kind == "video" else family.tiler
+        reachable = [grid for grid in _reachable(tiler, item.size) if grid.num_tokens() == tokens]
         if judged.grid not in reachable:
             return f"media {place}: no budget leads to grid {judged.grid}"
         if len(reachable) > 1 and turn.request is None:
@@ -264,7 +268,6 @@ def _frame_fault(turn: Turn, report: TurnReport, text: str) -> str:
 
 
 @functools.cache
-def _reachable(family: NemotronFamily, kind: str, size: tuple[int, int]) -> tuple[Grid, ...]:
+def _reachable(tiler: DynamicTiler | VideoTiler, size: tuple[int, int]) -> tuple[Grid, ...]:
     """Every grid of a size, by trying all budgets."""
-    tiler = family.video if kind == "video" else family.tiler
     return tuple(sorted({tiler.grid(size, budget) for budget in range(1, 1024)}))
