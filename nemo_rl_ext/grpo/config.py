@@ -72,7 +72,7 @@ class MediaAlignmentConfig(Block):
     measure_logprob_gap: bool = Field(
         default=True,
         description="Measure the engine-against-trainer log-prob gap on the weights that sampled each row: "
-        "one more forward without gradients per step.",
+        "one more forward without gradients, over two generations of every prompt.",
     )
     geometry_source: Literal["captured", "runs"] = Field(
         default="captured",

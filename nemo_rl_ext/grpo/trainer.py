@@ -16,6 +16,9 @@ from nemo_rl_ext.grpo.rollouts import FlatSequence, PromptGroup, Rollout, flatte
 from nemo_rl_ext.grpo.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
+GAP_GENERATIONS = 2
+"""Generations per prompt whose engine-against-trainer log-prob gap is measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
@@ -37,6 +40,7 @@ class _Row:
     masked: bool
     repaired: bool
     versions: frozenset[int]
+    generation: int
     where: str
 
 
@@ -75,7 +79,7 @@ def train_step(
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
 
     if history is not None:
-        _measure_gaps(policy, rows, batch, engine, sampling, options, metrics, history)
+        _measure_gaps(policy, rows, media, sampling, options, metrics, history)
     policy.zero_grad()
     loss_sum, clipped = 0.0, 0
     for part, micro in batch.micro_batches(options.micro_batch_size):
@@ -105,12 +109,12 @@ def _rows(groups: Sequence[PromptGroup], *, normalize: bool) -> list[_Row]:
     rows = []
     for group in groups:
         advantages = group.advantages(normalize=normalize)
-        for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
-            rows += _rollout_rows(group, rollout, advantage)
+        for generation, (rollout, advantage) in enumerate(zip(group.rollouts, advantages.tolist(), strict=True)):
+            rows += _rollout_rows(group, rollout, advantage, generation)
     return rows
 
 
-def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float) -> list[_Row]:
+def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float, generation: int) -> list[_Row]:
     return [
         _Row(
             sequence=flatten(segment),
@@ -118,6 +122,7 @@ def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float) -> lis
             masked=rollout.masked,
             repaired=number in rollout.repaired_segments,
             versions=frozenset(segment.weight_versions()),
+            generation=generation,
             where=group.row.where,
         )
         for number, segment in enumerate(rollout.segments)
@@ -156,31 +161,34 @@ def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling:
 def _measure_gaps(
     policy: Policy,
     rows: Sequence[_Row],
-    batch: PolicyBatch,
-    engine: torch.Tensor,
+    media: dict[int, MediaTensors],
     sampling: Sampling,
     options: LossOptions,
     metrics: AlignmentMetrics,
     history: WeightHistory,
 ) -> None:
-    """Engine against trainer on equal weights, for rows with media; a row sampled with mixed weights is left out."""
-    for version in sorted({version for row in rows for version in row.versions} & set(history.versions())):
-        with history.applied(policy, version):
-            for part, micro in batch.micro_batches(options.micro_batch_size):
-                if not any(_is_measured(row, version) for row in rows[part]):
-                    continue
-                logprobs = _forward(policy, rows[part], micro, sampling)
-                for row, ours, theirs in zip(rows[part], logprobs, engine[part], strict=True):
-                    if _is_measured(row, version):
-                        sampled = row.sequence.sampled[1:]
-                        gap = (ours[: len(sampled)] - theirs[: len(sampled)])[sampled].abs()
-                        metrics.add_gap(
-                            repaired=row.repaired,
-                            video=any("num_frames" in values for values in row.sequence.media),
-                            mean=gap.mean().item(),
-                            maximum=gap.max().item(),
-                            num_tokens=len(gap),
-                        )
+    """Engine against trainer on equal weights, for the first generations of every prompt with media.
+
+    The rollouts of a group share their prompt and its media, so a few of them say as much as all. A row that was
+    sampled with mixed weights is left out.
+    """
+    for version in history.versions():
+        measured = [row for row in rows if row.generation < GAP_GENERATIONS and _is_measured(row, version)]
+        for start in range(0, len(measured), options.micro_batch_size):
+            part = measured[start : start + options.micro_batch_size]
+            batch = collate([_policy_row(row.sequence, sampling, media) for row in part], pad_token_id=0)
+            with history.applied(policy, version):
+                logprobs = _forward(policy, part, batch, sampling)
+            for row, ours in zip(part, logprobs, strict=True):
+                sampled = row.sequence.sampled[1:]
+                gap = (ours[: len(sampled)] - row.sequence.engine_logprobs[1:])[sampled].abs()
+                metrics.add_gap(
+                    repaired=row.repaired,
+                    video=any("num_frames" in values for values in row.sequence.media),
+                    mean=gap.mean().item(),
+                    maximum=gap.max().item(),
+                    num_tokens=len(gap),
+                )
 
 
 def _is_measured(row: _Row, version: int) -> bool:
