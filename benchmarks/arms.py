@@ -159,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
             CONFIG,
             [
                 f"grpo.max_num_steps={options.steps}",
+                "grpo.num_prompts_per_step=8",
                 "policy.generation.vllm_cfg.precision=float32",
                 f"policy.model_name={scratch}/checkpoint",
                 f"data.train.data_path={scratch}/train.jsonl",
