@@ -63,6 +63,25 @@ def image_recipe(root, checkpoint, rows, *, dedup, aligned=True, generations=2):
     )
 
 
+def video_recipe(root, checkpoint, rows, *overrides):
+    """NeMo-RL's static video recipe, five frames of at most 64 patches."""
+    return load_recipe(
+        root,
+        VIDEO_RECIPE,
+        [
+            f"policy.model_name={checkpoint}",
+            f"policy.tokenizer.name={checkpoint}",
+            "policy.generation.vllm_cfg.video.num_frames=5",
+            "data.default.video_target_num_patches=64",
+            f"data.train.data_path={rows}",
+            f"data.validation.data_path={rows}",
+            "++data.default.min_generation_tokens=8",
+            "~policy.tokenizer.chat_template_kwargs",
+            *overrides,
+        ],
+    )
+
+
 def runtime_env():
     return {"py_executable": sys.executable, "env_vars": {**os.environ, "VIRTUAL_ENV": sys.prefix}}
 
@@ -122,7 +141,12 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
         processor=processor,
     )
     loader = StatefulDataLoader(
-        train, batch_size=2, shuffle=False, collate_fn=rl_collate_fn, drop_last=True, num_workers=0
+        train,
+        batch_size=config.grpo.num_prompts_per_step,
+        shuffle=False,
+        collate_fn=rl_collate_fn,
+        drop_last=True,
+        num_workers=0,
     )
     ray.get(collector.set_weight_version.remote(0))
     collector.start_collection.remote(loader)

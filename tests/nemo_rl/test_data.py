@@ -8,7 +8,7 @@ import pickle
 import gym_edge
 import pytest
 import torch
-from driving import VIDEO_RECIPE, load_recipe, urls, video_row, write_rows
+from driving import urls, video_recipe, video_row, write_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl.data.multimodal_utils import PackedTensor
@@ -29,21 +29,7 @@ def manifest(tmp_path, monkeypatch):
 def dataset(root, checkpoint, rows, *overrides):
     import nemo_rl.algorithms.utils as tokenizers
 
-    config = load_recipe(
-        root,
-        VIDEO_RECIPE,
-        [
-            f"policy.model_name={checkpoint}",
-            f"policy.tokenizer.name={checkpoint}",
-            "policy.generation.vllm_cfg.video.num_frames=5",
-            "data.default.video_target_num_patches=64",
-            f"data.train.data_path={rows}",
-            f"data.validation.data_path={rows}",
-            "++data.default.min_generation_tokens=8",
-            "~policy.tokenizer.chat_template_kwargs",
-            *overrides,
-        ],
-    )
+    config = video_recipe(root, checkpoint, rows, *overrides)
     materialize_vllm_video_config(config.policy, config.data)
     processor = tokenizers.get_tokenizer(config.policy["tokenizer"], get_processor=True)
     train, _ = setup_response_data(processor, config.data, env_configs=None)
