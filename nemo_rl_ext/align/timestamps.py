@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FRAME = r"rame (\d{1,9}) sampled at (\d{1,9}\.\d\d) seconds"
-_LABEL = re.compile(rf"F{_FRAME}(?: and f{_FRAME})*: $")
+_LABEL = re.compile(rf"F{_FRAME}(?: and f{_FRAME})*: \Z")
 _ONE = re.compile(rf"[Ff]{_FRAME}")
 LONGEST_LABEL = 4096
 """Characters before a run in which its label is looked for."""

@@ -237,6 +237,8 @@ def test_a_clip_that_no_longer_decodes_is_a_named_neutral_turn(family_of):
         ("x\nFrame 3 sampled at 0.50 seconds and frame 4 sampled at 1.00 seconds: ", (3, 4), ("0.50", "1.00")),
         ("Frame 1 sampled at 12.25 seconds: ", (1,), ("12.25",)),
         ("Frame 1 sampled at 12.25 seconds:", None, None),
+        # A line break after the label: its own run is gone, and the next run is no tubelet of it.
+        ("Frame 1 sampled at 12.25 seconds: \n", None, None),
         ("Frame 1 sampled at 1.2 seconds: ", None, None),
         ("an image: ", None, None),
         ("", None, None),
