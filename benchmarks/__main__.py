@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(DEFAULT)}; all by default")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of alternation")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of alternation")
     parser.add_argument("--quick", action="store_true", help="small cases, to see that everything runs")
     parser.add_argument("--json", type=Path, default=None, help="write the results here")
     parser.add_argument(
@@ -100,7 +100,6 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str
     console = Console(stderr=True)
     began = time.perf_counter()
     results: dict[str, Any] = {
-        "taken": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_facts(),
         "rounds": options.rounds,
         "quick": options.quick,
@@ -126,13 +125,17 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str
             took = time.perf_counter() - section_began
             if path.is_file():
                 section = json.loads(path.read_text(encoding="utf-8"))
-                results["sections"].append({**section, "seconds": round(took, 1)})
+                section |= {
+                    "seconds": round(took, 1),
+                    "taken": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                    "load_average": [round(value, 2) for value in os.getloadavg()],
+                }
+                results["sections"].append(section)
                 console.print(f"{name}: {took:.0f} s", highlight=False)
             else:
                 failed.append(name)
                 console.print(f"{name}: failed ({code})", style="red", highlight=False)
     results["seconds"] = round(time.perf_counter() - began, 1)
-    results["load_average_at_end"] = [round(value, 2) for value in os.getloadavg()]
     return results, failed
 
 
@@ -157,13 +160,26 @@ def show(results: dict[str, Any]) -> None:
     console.print(f"{results['seconds']:.0f} s", highlight=False)
 
 
+def with_published(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Results, completed by published sections of the same machine and packages, in the default order."""
+    sections = {}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        same = ("cpu", "cores", "packages")
+        if all(before["machine"][key] == results["machine"][key] for key in same):
+            sections = {section["name"]: section for section in before["sections"]}
+    sections |= {section["name"]: section for section in results["sections"]}
+    return {**results, "sections": [sections[name] for name in DEFAULT if name in sections]}
+
+
 def write_json(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def publish(results: dict[str, Any], folder: Path) -> None:
-    """The page, its data and its plot."""
+    """The page, its data and its plot; sections that were not run stay as they were taken on the same machine."""
+    results = with_published(results, folder / "benchmarks.json")
     write_json(folder / "benchmarks.json", results)
     (folder / "benchmarks.md").write_text(markdown(results), encoding="utf-8")
     plot = scaling_plot(results)

@@ -133,8 +133,8 @@ def run(effort: Effort) -> Section:
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.setup import prepare, start
 
-    pairs = 2 if effort.quick else 4 * effort.rounds
-    each = 2 if effort.quick else 10
+    pairs = 2 if effort.quick else 3 * effort.rounds
+    each = 2 if effort.quick else 8
     with tempfile.TemporaryDirectory() as scratch:
         manifest = write_manifest(Path(scratch), 16 if effort.quick else 64)
         overrides = [

@@ -8,6 +8,7 @@ process unless a table says otherwise: on a shared machine wall seconds measure 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -128,11 +129,14 @@ def _number(call: Callable[[], Any], least_s: float) -> int:
 def peak_bytes(call: Callable[[], Any]) -> int | None:
     """How far a call drove the process's resident memory over where it started; None where Linux will not say."""
     try:
+        gc.collect()
+        # Memory that earlier calls gave back to the allocator alone would be used again without being seen.
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         result = call()
         peak = _status("VmHWM")
-    except OSError:
+    except (OSError, AttributeError):
         return None
     del result
     return max(0, peak - before)
@@ -170,6 +174,8 @@ def ratio(value: float) -> str:
     """A ratio with fitting digits."""
     if value >= 100:
         return f"{value:,.0f}x"
+    if value < 0.1:
+        return f"1/{1 / value:,.0f}"
     return f"{value:.3g}x" if value >= 10 else f"{value:.2f}x"
 
 

@@ -23,10 +23,10 @@ def markdown(results: Mapping[str, Any]) -> str:
         "medians over rounds of one contender against the other within a round. Times are CPU time unless a table "
         "says wall time.",
         "",
-        f"Taken {results['taken']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"{machine['system']}, Python {machine['python']}, {packages}, commit {machine['commit']}. Load average at "
-        f"the start {_load(machine['load_average'])}, at the end {_load(results['load_average_at_end'])}; "
-        f"{results['seconds']:.0f} s in all.",
+        f"Taken on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}, "
+        f"Python {machine['python']}, {packages}, at commit {machine['commit']} or shortly before. The load average "
+        "of each section tells how busy the machine was beside it: on a busy one times grow, ratios less, and nothing "
+        "scales over cores that others use.",
         "",
         "## Targets",
         "",
@@ -34,6 +34,11 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     for section in results["sections"]:
         lines += ["", f"## {section['title']}", "", section["about"]]
+        load = f"{section['load_average'][0]:.1f}"
+        lines += [
+            "",
+            f"Taken {section['taken']} in {section['seconds']:.0f} s; load average at its end {load}.",
+        ]
         for table in section["tables"]:
             if table["caption"]:
                 lines += ["", table["caption"]]
@@ -50,10 +55,6 @@ def targets(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for section in results["sections"]
         for check in section["checks"]
     ]
-
-
-def _load(values: Sequence[float]) -> str:
-    return f"{values[0]:.1f}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

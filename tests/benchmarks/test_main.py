@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import DEFAULT, studies
+from benchmarks.__main__ import DEFAULT, studies, with_published
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,3 +49,16 @@ def test_longer_studies_are_found_by_their_file_and_take_their_own_options():
     done = bench("guards_census", "--help")
     assert done.returncode == 0
     assert "--rows" in done.stdout
+
+
+def test_a_section_that_is_run_again_replaces_its_published_one_on_the_same_machine(tmp_path):
+    path = tmp_path / "benchmarks.json"
+    machine = {"cpu": "c", "cores": 2, "packages": {"numpy": "2"}, "commit": "old"}
+
+    def results(*sections, **facts):
+        return {"machine": {**machine, **facts}, "sections": [{"name": n, "value": v} for n, v in sections]}
+
+    path.write_text(json.dumps(results(("grids", 1), ("runs", 1))))
+    merged = with_published(results(("grids", 2), commit="new"), path)
+    assert merged["sections"] == [{"name": "runs", "value": 1}, {"name": "grids", "value": 2}]
+    assert with_published(results(("grids", 2), cores=8), path)["sections"] == [{"name": "grids", "value": 2}]

@@ -41,7 +41,6 @@ def test_published_results_are_whole_and_name_their_machine(published):
 
 def test_cells_cannot_break_the_table():
     results = {
-        "taken": "now",
         "machine": {
             "cpu": "c",
             "cores": 2,
@@ -52,8 +51,6 @@ def test_cells_cannot_break_the_table():
             "commit": "x",
             "load_average": [0.5, 0, 0],
         },
-        "load_average_at_end": [0.5, 0, 0],
-        "seconds": 1.0,
         "sections": [
             {
                 "name": "a",
@@ -62,6 +59,9 @@ def test_cells_cannot_break_the_table():
                 "checks": [{"target": "t|t", "measured": "m", "met": False}],
                 "tables": [{"columns": ["c"], "rows": [["a|b"]], "caption": ""}],
                 "series": {},
+                "seconds": 1.0,
+                "taken": "now",
+                "load_average": [0.5, 0, 0],
             }
         ],
     }
