@@ -30,3 +30,17 @@ def test_its_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert targets
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+
+
+def test_its_catalogue_quotes_the_messages_of_real_reasons():
+    from nemo_rl_ext.align.verdict import Reason
+
+    catalogue = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+    messages = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", catalogue, re.M))
+    rows = re.findall(r"^\| `(\w+)` \| (trained|masked) \| (.*?) \|", README, re.M)
+    assert len(rows) == 10
+    assert {reason for reason, _, _ in rows} <= {reason.value for reason in Reason}
+    trained = {"resized", "earlier_turn_resized", "frames_resampled"}
+    assert {reason for reason, row, _ in rows if row == "trained"} == trained
+    quotes = {reason: seen for reason, _, seen in rows if reason != "frames_resampled"}
+    assert [reason for reason, seen in quotes.items() if seen not in messages[reason]] == []
