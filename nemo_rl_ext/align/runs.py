@@ -112,21 +112,24 @@ class PlaceholderRuns(Sequence[PlaceholderRun]):
 
 _NARROW_FROM = 4096
 """Tokens from which int64 ids are narrowed to int32 first: the copy costs less than it saves in two comparisons."""
-_SPARSE = 512
-"""True entries up to which a mask is searched rather than scanned."""
+_WORD = 8
+"""Bytes of a mask that are looked at together."""
+
+
+def _mask(size: int) -> np.ndarray:
+    """A boolean mask, all False, of at least `size` entries and of whole words."""
+    return np.zeros(-(-size // _WORD) * _WORD, dtype=bool)
 
 
 def _positions(mask: np.ndarray) -> np.ndarray:
-    """Indices of the true entries of a boolean mask, int64, ascending.
+    """Indices of the true entries of a mask of `_mask`, int64, ascending.
 
-    `np.flatnonzero` visits every byte; in a sparse mask `bytes.find` (memchr) skips to the next hit.
+    Masks are sparse: `np.flatnonzero` over words skips eight entries at a time, and only words that hold a true
+    entry are looked at byte by byte.
     """
-    if np.count_nonzero(mask) > _SPARSE:
-        return np.flatnonzero(mask)
-    data, hits, at = mask.tobytes(), [], -1
-    while (at := data.find(1, at + 1)) >= 0:
-        hits.append(at)
-    return np.array(hits, dtype=np.int64)
+    words = np.flatnonzero(mask.view(np.uint64) != 0)
+    hit, place = np.nonzero(mask.reshape(-1, _WORD).take(words, axis=0))
+    return words[hit] * _WORD + place
 
 
 def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
@@ -145,11 +148,10 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     if ids.dtype == np.int64 and ids.size > _NARROW_FROM:
         ids = ids.astype(np.int32)
     context = ids == grammar.context_id
-    edges = _positions(context[1:] != context[:-1]) + 1
-    if context[0]:
-        edges = np.concatenate(([0], edges))
-    if context[-1]:
-        edges = np.concatenate((edges, [ids.size]))
+    changes = _mask(ids.size + 1)
+    changes[0], changes[ids.size] = context[0], context[-1]
+    np.not_equal(context[1:], context[:-1], out=changes[1 : ids.size])
+    edges = _positions(changes)
     begin, end = edges[0::2], edges[1::2]
 
     opened = (begin > 0) & (ids[np.maximum(begin, 1) - 1] == grammar.start_id)
@@ -159,8 +161,12 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     kinds[closed] = _CODE[RunKind.UNOPENED]
     kinds[opened & closed] = _CODE[RunKind.WRAPPED]
 
-    starts = _positions(ids == grammar.start_id) + 1
-    starts = starts[starts < ids.size]
+    opening = _mask(ids.size)
+    np.equal(ids[:-1], grammar.start_id, out=opening[: ids.size - 1])
+    if np.count_nonzero(opening) == np.count_nonzero(opened):
+        # Every start token opens a run that was found.
+        return PlaceholderRuns(begin, end - begin, kinds)
+    starts = _positions(opening) + 1
     hollow = starts[ids[starts] == grammar.end_id]
     if hollow.size == 0:
         return PlaceholderRuns(begin, end - begin, kinds)

@@ -68,7 +68,10 @@ class AlignedNemoGym(UpstreamNemoGym):
             return
         if not isinstance(self.rch, _AligningCollection):
             self.rch = _AligningCollection(self.rch, alignment)
-        await alignment.encode_local_images(nemo_gym_examples)
+        try:
+            await alignment.encode_local_images(nemo_gym_examples)
+        except (ValueError, RuntimeError) as error:
+            raise RolloutDataFailure(str(error)) from None
         call = self.rch.open(nemo_gym_examples, static_attached=deduplicate_multimodal_data)
         try:
             async for item in UpstreamNemoGym.run_rollouts(

@@ -20,7 +20,7 @@ from nemo_rl_ext.align.verdict import Verdict
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
 from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
 from nemo_rl_ext.integration.settings import MediaAlignmentSettings
-from nemo_rl_ext.integration.turns import IMAGE_TYPES, GymConversation, read_conversation
+from nemo_rl_ext.integration.turns import IMAGE_TYPES, GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.media.sources import MediaPolicy
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.pool import AlignerPool
@@ -107,6 +107,7 @@ class ActorAlignment:
     family: NemotronFamily = field(init=False)
     pool: AlignerPool = field(init=False)
     _plans: dict[int, tuple[dict, RolloutPlan]] = field(default_factory=dict, init=False)
+    _told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.family = NemotronFamily.from_processor(self.processor, layout=Layout.REMOTE, dtype=torch.float32)
@@ -206,6 +207,19 @@ class ActorAlignment:
             ),
         )
 
+    def _tell_source(self, turn: GymTurn) -> None:
+        """Say once whether the recorded grids that were asked for do arrive."""
+        if self._told or self.settings.geometry_source != "captured" or not turn.sources:
+            return
+        self._told = True
+        if turn.captured is None:
+            logger.warning(
+                "the first turn with images came without `media_grids`: patch grids come from the placeholder runs; "
+                "the model server between the engine and this actor must hand the field on"
+            )
+        else:
+            logger.info("the engine's patch grids arrive with the rollouts")
+
     def _requests(
         self, row_id: str, conversation: GymConversation, static_attached: bool
     ) -> list[NemoRLTurnRequest]:
@@ -216,6 +230,7 @@ class ActorAlignment:
                 MediaSource(ref=_reference(source), where=f"row {row_id}") for source in turn.sources
             )
             captured = None
+            self._tell_source(turn)
             if self.settings.geometry_source == "captured" and turn.captured is not None:
                 # The engine records every image of the request, earlier turns' included.
                 own = turn.captured[len(earlier) : len(earlier) + len(media)]

@@ -75,6 +75,7 @@ def install_in_process() -> None:
 
     if not _originals:
         probe()
+    _show_log()
     extend_processor_names()
     rollouts = sys.modules.get("nemo_rl.experience.rollouts")
     if rollouts is not None:
@@ -91,6 +92,16 @@ def install_in_process() -> None:
     manager = sys.modules.get("nemo_rl.experience.rollout_manager")
     if manager is not None:
         _wrap(manager, "attach_static_multimodal_payload", reattach.attach_respecting_marks)
+
+
+def _show_log() -> None:
+    """Let this package's start-up lines be seen in Ray's workers, where nothing configures logging."""
+    ours = logging.getLogger("nemo_rl_ext")
+    if not ours.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
 
 
 def uninstall() -> None:
@@ -158,7 +169,8 @@ def _with_settings(original: Callable) -> Callable:
         if settings.geometry_source == "captured":
             from nemo_rl_ext.integration.capture import request_capture
 
-            request_capture(config)
+            if not request_capture(config):
+                settings = settings.model_copy(update={"geometry_source": "runs"})
         video = pick(config, "policy.generation.vllm_cfg.video.temporal_patch_size")
         config.env["nemo_gym"][ACTOR_KEY] = {
             **settings.model_dump(mode="json"),

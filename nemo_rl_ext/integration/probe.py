@@ -150,6 +150,20 @@ TARGETS = (
         used_by="metrics",
     ),
     Target(
+        module="nemo_rl.experience.rollout_manager",
+        name="AsyncNemoGymRolloutImpl.run_rollout",
+        parameters=("self", "input_sample"),
+        mentions=("attach_static_multimodal_payload", "prompt_message_log", "completions", "message_log"),
+        used_by="reattach",
+    ),
+    Target(
+        module="nemo_rl.environments.nemo_gym_video",
+        name="_inject_vllm_mm_processor_kwargs",
+        parameters=("nemo_gym_example", "mm_processor_kwargs"),
+        mentions=("metadata", "extra_body"),
+        used_by="data",
+    ),
+    Target(
         module="nemo_rl.data.multimodal_utils",
         name="attach_image_model_inputs_to_message",
         parameters=("message", "images", "processor", "pad_dynamic_image_shapes"),
@@ -157,6 +171,23 @@ TARGETS = (
         used_by="aligner",
     ),
 )
+
+NAMES = {
+    "nemo_rl.data.multimodal_utils": (
+        "_PLACEHOLDER_STYLE_PROCESSOR_NAMES",
+        "VIDEO_CONTENT_TYPES",
+        "image_to_data_url",
+        "resolve_to_image",
+    ),
+    "nemo_rl.environments.nemotron_utils": ("NEMOTRON_VIDEO_PROCESSOR_NAMES",),
+    "nemo_rl.environments.nemo_gym_video": ("NEMOTRON_VIDEO_PROCESSOR_NAMES",),
+    "nemo_rl.data.processors": ("PROCESSOR_REGISTRY",),
+    "nemo_rl.data.datasets.response_datasets": ("DATASET_REGISTRY",),
+    "nemo_rl.data.datasets.response_datasets.nemogym_dataset": ("NemoGymDataset",),
+    "nemo_rl.experience.rollout_manager": ("attach_static_multimodal_payload",),
+    "nemo_rl.experience.failures": ("RolloutDataFailure",),
+}
+"""Names of modules that are extended, rebound or imported; defined or imported there at module level."""
 
 IN_TREE_MARKERS = ("ROLLOUT_MATCHED_MEDIA_KEY", "_rollout_matched_media")
 """Names that NeMo-RL would use if it matched media to rollouts itself; found in either file, this package stands
@@ -184,6 +215,8 @@ def probe(root: Path | None = None) -> Probe:
     root = root or find_root()
     for target in TARGETS:
         _check(target, root)
+    for module, names in NAMES.items():
+        _check_names(module, names, root)
     texts = [
         _text(root, module) for module in ("nemo_rl.environments.nemo_gym", "nemo_rl.experience.rollouts")
     ]
@@ -203,21 +236,38 @@ def find_root() -> Path:
     return Path(locations[0])
 
 
+_ADVICE = (
+    f"these hooks were written against NeMo-RL {KNOWN_COMMIT}; use that version or a release of nemo-rl-ext that "
+    "knows yours, or remove grpo.media_alignment to run without them"
+)
+
+
+def _check_names(module: str, names: tuple[str, ...], root: Path) -> None:
+    bound: set[str] = set()
+    for node in _tree(root, module).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    missing = [name for name in names if name not in bound]
+    if missing:
+        raise UnknownNemoRLError(f"{module} in {root} no longer has {', '.join(missing)}; {_ADVICE}")
+
+
 def _check(target: Target, root: Path) -> None:
-    advice = (
-        f"these hooks were written against NeMo-RL {KNOWN_COMMIT}; use that version or a release of nemo-rl-ext that "
-        "knows yours, or remove grpo.media_alignment to run without them"
-    )
     where = f"{target.module}.{target.name}"
     node = _find(_tree(root, target.module), target.name)
     if node is None:
-        raise UnknownNemoRLError(f"NeMo-RL in {root} has no {where}, which {target.used_by} needs; {advice}")
+        raise UnknownNemoRLError(f"NeMo-RL in {root} has no {where}, which {target.used_by} needs; {_ADVICE}")
     found = tuple(
         argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
     )
     if found != target.parameters:
         raise UnknownNemoRLError(
-            f"{where} in {root} takes ({', '.join(found)}), expected ({', '.join(target.parameters)}); {advice}"
+            f"{where} in {root} takes ({', '.join(found)}), expected ({', '.join(target.parameters)}); {_ADVICE}"
         )
     used = {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
     used |= {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
@@ -229,7 +279,7 @@ def _check(target: Target, root: Path) -> None:
     }
     missing = [name for name in target.mentions if name not in used]
     if missing:
-        raise UnknownNemoRLError(f"{where} in {root} no longer uses {', '.join(missing)}; {advice}")
+        raise UnknownNemoRLError(f"{where} in {root} no longer uses {', '.join(missing)}; {_ADVICE}")
 
 
 def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -244,7 +294,8 @@ def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def _text(root: Path, module: str) -> str:
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    path = root.joinpath(*module.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

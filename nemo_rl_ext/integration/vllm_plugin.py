@@ -38,6 +38,10 @@ def grids_of(engine_input, patch_size):
 
 def install():
     """Wrap the renderer and the chat server of vLLM, once per process; returns whether both are in place."""
+    if not logger.hasHandlers():
+        # Nothing in the worker's process configures logging but for vLLM's own loggers.
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
     try:
         from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
         from vllm.renderers.online_renderer import OnlineRenderer
@@ -61,6 +65,8 @@ def install():
 
 def _recording(original):
     async def preprocess_chat(self, request, *args, **kwargs):
+        # A request that failed may have had this id.
+        _pending.pop(id(request), None)
         rendered = await original(self, request, *args, **kwargs)
         try:
             grids = grids_of(rendered[1][0], self.model_config.hf_config.patch_size)

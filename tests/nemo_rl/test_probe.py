@@ -5,15 +5,16 @@ import shutil
 
 import pytest
 
-from nemo_rl_ext.integration.probe import KNOWN_COMMIT, TARGETS, UnknownNemoRLError, find_root, probe
+from nemo_rl_ext.integration.probe import KNOWN_COMMIT, NAMES, TARGETS, UnknownNemoRLError, find_root, probe
 
 
 @pytest.fixture
 def other(tmp_path):
     """A copy of the probed files that a test may change."""
     root = tmp_path / "nemo_rl"
-    for module in {target.module for target in TARGETS} | {"nemo_rl.package_info"}:
-        relative = "/".join(module.split(".")[1:]) + ".py"
+    for module in {target.module for target in TARGETS} | {*NAMES, "nemo_rl.package_info"}:
+        relative = "/".join(module.split(".")[1:])
+        relative += "/__init__.py" if (find_root() / relative).is_dir() else ".py"
         (root / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(find_root() / relative, root / relative)
     return root
