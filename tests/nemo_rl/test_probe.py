@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from nemo_rl_ext.integration.probe import KNOWN_COMMIT, NAMES, TARGETS, UnknownNemoRLError, find_root, probe
+from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
+from nemo_rl_ext.integration.targets import KNOWN_COMMIT, NAMES, TARGETS
 
 
 @pytest.fixture
@@ -53,6 +54,18 @@ def test_this_checkout_is_known(other):
             "self.rch.run_examples(",
             "self.rch.stream(",
             "NemoGym.run_rollouts in .* no longer uses run_examples",
+        ),
+        (
+            "environments/nemotron_utils.py",
+            "NEMOTRON_VIDEO_PROCESSOR_NAMES",
+            "VIDEO_PROCESSORS",
+            "nemo_rl.environments.nemotron_utils in .* no longer has NEMOTRON_VIDEO_PROCESSOR_NAMES",
+        ),
+        (
+            "experience/rollout_manager.py",
+            "attach_static_multimodal_payload(",
+            "attach_payload(",
+            "AsyncNemoGymRolloutImpl.run_rollout in .* no longer uses attach_static_multimodal_payload",
         ),
     ],
 )
