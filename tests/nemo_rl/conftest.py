@@ -35,6 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.nemo_rl)
+            if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+                # Most of it goes into NeMo-RL's imports in Ray's workers.
+                item.add_marker(pytest.mark.timeout(1200))
 
 
 @pytest.fixture(scope="session")

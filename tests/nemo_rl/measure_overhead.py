@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,16 +26,6 @@ import driving
 import gym_edge
 
 GENERATIONS = 8
-
-
-class Patch:
-    """The two methods of pytest's monkeypatch that `driving` uses, for a process that ends soon."""
-
-    def setattr(self, owner, name, value):
-        setattr(owner, name, value)
-
-    def setitem(self, owner, name, value):
-        owner[name] = value
 
 
 def cpu(pids):
@@ -50,7 +41,7 @@ def measure(root, checkpoint, rows, *, aligned, dedup, num_rollouts):
         root, checkpoint, rows, dedup=dedup, aligned=aligned, generations=GENERATIONS
     )
     name = "EdgeAlignedNemoGym" if aligned else "EdgeNemoGym"
-    processor, train, gym = driving.prepare(config, Patch(), name)
+    processor, train, gym = driving.prepare(config, pytest.MonkeyPatch(), name)
     actor = [ray.get(gym.__ray_call__.remote(lambda self: os.getpid()))]
     aligners = ray.get(gym.__ray_call__.remote(lambda self: self._alignment.pool.pids())) if aligned else []
     driving.rollout_in_driver(config, processor, train, gym, generations=GENERATIONS)

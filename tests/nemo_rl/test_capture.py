@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking for recorded grids in a recipe, and what happens where the recipe leaves no place for it."""
+
+import pytest
+from driving import image_recipe
+
+from nemo_rl_ext.integration.capture import PLUGIN
+from nemo_rl_ext.integration.settings import ACTOR_KEY
+
+
+@pytest.fixture
+def recipe(nemo_rl_root, checkpoint):
+    config = image_recipe(nemo_rl_root, checkpoint, "rows.jsonl", dedup=True)
+    config.grpo.media_alignment["geometry_source"] = "captured"
+    return config
+
+
+def set_up(config, checkpoint):
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+
+    setup_nemo_gym_config(config, get_tokenizer({"name": str(checkpoint)}))
+    vllm = config.policy["generation"]["vllm_cfg"]
+    plugins = [vllm.get(key) for key in ("reasoning_parser_plugin", "tool_parser_plugin")]
+    return plugins, config.env["nemo_gym"][ACTOR_KEY]["geometry_source"]
+
+
+def test_a_free_plugin_key_is_used_once(recipe, checkpoint, installed):
+    assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
+    assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
+
+
+def test_a_recipes_own_plugin_is_kept(recipe, checkpoint, installed):
+    recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"] = "own.py"
+    assert set_up(recipe, checkpoint) == (["own.py", str(PLUGIN)], "captured")
+
+
+def test_without_a_free_key_the_runs_decide_and_it_is_said(recipe, checkpoint, installed, caplog):
+    recipe.policy["generation"]["vllm_cfg"] |= {
+        "reasoning_parser_plugin": "own.py",
+        "tool_parser_plugin": "own-too.py",
+    }
+    with caplog.at_level("WARNING"):
+        assert set_up(recipe, checkpoint) == (["own.py", "own-too.py"], "runs")
+    assert "both taken: patch grids come from the placeholder runs" in caplog.text
+
+
+def test_by_default_no_plugin_is_named(recipe, checkpoint, installed):
+    del recipe.grpo.media_alignment["geometry_source"]
+    assert set_up(recipe, checkpoint) == ([None, None], "runs")
