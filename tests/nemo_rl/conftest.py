@@ -137,8 +137,9 @@ def running_head():
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
         "RAY_AUTH_MODE": "disabled",
-        # A busy machine starts slowly.
+        # A busy machine starts slowly; past the second, Ray's raylet ends itself.
         "RAY_raylet_start_wait_time_s": "300",
+        "RAY_agent_register_timeout_ms": "300000",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -25,26 +25,28 @@ def set_up(config, checkpoint):
     return plugins, config.env["nemo_gym"][ACTOR_KEY]["geometry_source"]
 
 
-def test_a_free_plugin_key_is_used_once(recipe, checkpoint, installed):
-    assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
-    assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
+def test_the_free_plugin_key_is_used_once(recipe, checkpoint, installed):
+    own = recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"]  # inherited from NeMo-RL's recipe
+    assert own.endswith("nano_v3_reasoning_parser.py")
+    for _ in range(2):
+        assert set_up(recipe, checkpoint) == ([own, str(PLUGIN)], "captured")
 
 
-def test_a_recipes_own_plugin_is_kept(recipe, checkpoint, installed):
-    recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"] = "own.py"
-    assert set_up(recipe, checkpoint) == (["own.py", str(PLUGIN)], "captured")
+def test_with_both_keys_free_one_stays_free(recipe, checkpoint, installed):
+    recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"] = None
+    for _ in range(2):
+        assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
 
 
 def test_without_a_free_key_the_runs_decide_and_it_is_said(recipe, checkpoint, installed, caplog):
-    recipe.policy["generation"]["vllm_cfg"] |= {
-        "reasoning_parser_plugin": "own.py",
-        "tool_parser_plugin": "own-too.py",
-    }
+    recipe.policy["generation"]["vllm_cfg"]["tool_parser_plugin"] = "own.py"
     with caplog.at_level("WARNING"):
-        assert set_up(recipe, checkpoint) == (["own.py", "own-too.py"], "runs")
+        plugins, source = set_up(recipe, checkpoint)
+    assert str(PLUGIN) not in plugins and source == "runs"
     assert "both taken: patch grids come from the placeholder runs" in caplog.text
 
 
 def test_by_default_no_plugin_is_named(recipe, checkpoint, installed):
     del recipe.grpo.media_alignment["geometry_source"]
-    assert set_up(recipe, checkpoint) == ([None, None], "runs")
+    plugins, source = set_up(recipe, checkpoint)
+    assert str(PLUGIN) not in plugins and source == "runs"
