@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.integration.probe import UnknownNemoRLError, probe
+from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
 from nemo_rl_ext.integration.settings import BLOCK, RecipeError, check_recipe, settings_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,11 @@ def read_recipe(arguments: Sequence[str]) -> Any:
 
     Without `--config` a script falls back to a recipe of its own, which knows nothing of this package: then only the
     overrides count.
+
+    Raises:
+        UnknownNemoRLError: when NeMo-RL is not on the import path.
     """
+    find_root()
     from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
     from omegaconf import OmegaConf
 

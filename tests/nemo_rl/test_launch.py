@@ -85,6 +85,23 @@ def test_a_recipe_that_cannot_run_is_refused_in_one_line(tmp_path, nemo_rl_root,
     assert "Traceback" not in process.stderr and "RESULT" not in process.stdout
 
 
+def test_a_missing_nemo_rl_is_said_in_one_line(tmp_path):
+    (tmp_path / "script.py").write_text("")
+    code = (
+        "import sys; sys.path = [p for p in sys.path if not __import__('os').path.isdir(p + '/nemo_rl')]; "
+        f"sys.argv = ['launch', {str(tmp_path / 'script.py')!r}]; from nemo_rl_ext.launch import main; main()"
+    )
+    package = str(Path(__file__).parents[2])
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {package!r}); {code}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert "error: NeMo-RL is not on the import path; put the directory" in process.stderr
+
+
 @pytest.mark.slow
 def test_with_the_flag_on_the_script_finds_everything_in_place(tmp_path, nemo_rl_root):
     recipe = {
