@@ -45,7 +45,7 @@ from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)
 
-DEMO_ROWS, DEMO_VALIDATION_ROWS = 240, 96
+DEMO_ROWS, DEMO_VALIDATION_ROWS = 480, 96
 OBJECT_STORE_BYTES = 512 << 20
 
 

@@ -26,7 +26,7 @@ from nemo_rl_ext.manifest.demo_clips import Clip, cached_frames, video_dir, writ
 from nemo_rl_ext.manifest.demo_layout import MOVING, OVERLONG, Plan, plan_rows
 from nemo_rl_ext.manifest.demo_pictures import Picture, encode, photograph_dir
 
-_VERSION = 3
+_VERSION = 4
 _STAMP = "demo_manifest.json"
 _MEDIA_PREFIX = "demo-media-"
 _CACHED_FRAMES = 4

@@ -35,7 +35,7 @@ PHOTOGRAPHS = {
 }
 
 # Both halves of a crop are brought to this mean and near this spread; the lit one is then raised.
-_MEAN, _SPREAD, LIGHT = 90.0, 18.0, 100
+_MEAN, _SPREAD, LIGHT = 70.0, 14.0, 150
 
 
 @dataclass(frozen=True, kw_only=True)

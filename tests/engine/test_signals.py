@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is interrupted, terminated or killed leaves no process and nothing half-written."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+CONFIG = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.manifest.demo import build_demo_manifest
+
+    folder = tmp_path_factory.mktemp("inputs")
+    build_tiny_checkpoint(folder / "checkpoint")
+    build_demo_manifest(folder, num_rows=16, num_validation_rows=2, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(inputs):
+    from nemo_rl_ext.grpo.policy import Policy
+
+    return Policy.from_pretrained(inputs / "checkpoint")
+
+
+@pytest.fixture
+def started(inputs, tmp_path):
+    """The command after its first step: the driver, everything it started, and its run directory."""
+    overrides = [
+        f"policy.model_name={inputs}/checkpoint",
+        f"data.train.data_path={inputs}/train.jsonl",
+        f"data.validation.data_path={inputs}/validation.jsonl",
+        "policy.build_tiny_checkpoint=false",
+        "data.build_demo_manifest=false",
+        f"logger.log_dir={tmp_path}/run",
+        "grpo.max_num_steps=1000",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=2",
+        "grpo.val_at_start=false",
+        "grpo.val_period=0",
+        "checkpointing.save_period=1",
+        "logger.tensorboard_enabled=false",
+    ]
+    with open(tmp_path / "output", "w") as output:
+        command = [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(CONFIG), *overrides]
+        driver = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+        assert driver.poll() is None, (tmp_path / "output").read_text()[-3000:]
+        assert time.monotonic() < deadline, "no step within five minutes"
+        time.sleep(0.1)
+    descendants = driver.children(recursive=True)
+    yield driver, descendants, tmp_path / "run"
+    for process in [driver, *descendants]:
+        if process.is_running():
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_survives_the_driver(started, policy, number):
+    driver, descendants, run_dir = started
+    names = {process.pid: " ".join(process.cmdline())[:60] for process in descendants}
+    assert sum("EngineActor" in name or "RolloutAligner" in name for name in names.values()) >= 2
+
+    driver.send_signal(number)
+    code = driver.wait(timeout=180)
+    assert code == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(number, code)
+    assert code != 0
+
+    # Ray's two agents of a killed driver give up on its control store after a minute.
+    _, alive = psutil.wait_procs(descendants, timeout=180)
+    assert [names[process.pid] for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    finished = [path for path in (run_dir / "checkpoints").iterdir() if not path.name.startswith(".")]
+    assert finished
+    for path in finished:
+        policy.load(path)
+    report = run_dir / "report.html"
+    assert not report.exists() or report.read_text().rstrip().endswith("</html>")
