@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +116,16 @@ def test_rows_are_judged_as_a_run_would(rows, tmp_path, checkpoint):
     assert results[2].turns[0].reason.value == "run_count"
     assert [turn.turn for turn in results[3].turns] == [0, 1]
     assert [item.verdict.value for turn in results[3].turns for item in turn.media] == ["matched", "repaired"]
+
+
+@pytest.mark.parametrize("server", ["sav_tracks", "caption_qa"])
+def test_rollouts_that_gyms_own_collection_recorded_from_a_real_engine_are_matched(server, checkpoint):
+    path = Path(__file__).parents[2] / "gym_resources/resources_servers" / server / "data/example_rollouts.jsonl"
+    results = inspected(path, checkpoint)
+    assert [result.outcome for result in results] == ["matched"] * 5
+    # Not vacuous: every row brought frames, and their runs were found.
+    assert all(item.found for result in results for turn in result.turns for item in turn.media)
+    assert sum(len(turn.media) for result in results for turn in result.turns) >= 10
 
 
 def test_an_image_that_shrank_in_a_later_turn_is_told(rows, family, tmp_path, checkpoint):
