@@ -95,12 +95,13 @@ def install_in_process() -> None:
 
 
 def _show_log() -> None:
-    """Let this package's start-up lines be seen in Ray's workers, where nothing configures logging."""
+    """Let this package's start-up lines be seen in Ray's workers, which show warnings at most."""
     ours = logging.getLogger("nemo_rl_ext")
     if not ours.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         ours.addHandler(handler)
+    if not ours.isEnabledFor(logging.INFO):
         ours.setLevel(logging.INFO)
 
 

@@ -38,9 +38,10 @@ def grids_of(engine_input, patch_size):
 
 def install():
     """Wrap the renderer and the chat server of vLLM, once per process; returns whether both are in place."""
+    # The worker's process shows vLLM's own loggers only.
     if not logger.hasHandlers():
-        # Nothing in the worker's process configures logging but for vLLM's own loggers.
         logger.addHandler(logging.StreamHandler())
+    if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     try:
         from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

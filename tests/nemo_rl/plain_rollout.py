@@ -21,6 +21,8 @@ sys.path.insert(0, os.environ["EDGE"])
 
 import driving
 
+identities = {}
+
 
 def canonical(value):
     """Nested values as text, in their own order; tensors as type, shape and a digest of their bytes."""
@@ -28,13 +30,19 @@ def canonical(value):
         content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"tensor {value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
     if hasattr(value, "as_tensor"):
-        facts = {name: item for name, item in vars(value).items() if name != "tensors"}
-        return f"{type(value).__name__} {canonical(facts)} {canonical(list(value.tensors))}"
+        return f"{type(value).__name__} {canonical(vars(value))}"
     if hasattr(value, "items"):
         inner = ", ".join(f"{key}: {canonical(item)}" for key, item in value.items())
         return f"{type(value).__name__} {{{inner}}}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} [{', '.join(map(canonical, value))}]"
+    if type(value).__module__.startswith("wandb"):
+        return f"{type(value).__name__} {canonical(vars(value))}"
+    if isinstance(value, bytes):
+        # NeMo-RL names shared segments by random identities: only which of them are the same counts.
+        return f"identity {identities.setdefault(value, len(identities))}"
+    if hasattr(value, "tobytes"):
+        return f"array {value.dtype} {value.shape} {value.tobytes().hex()}"
     return repr(value)
 
 

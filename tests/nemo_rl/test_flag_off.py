@@ -21,6 +21,8 @@ def run(directory, name, command, path, recipe):
         "PYTHONPATH": os.pathsep.join(path),
         "OUT": str(directory / name),
         "EDGE": str(HERE),
+        # The order of some keys follows from that of a set.
+        "PYTHONHASHSEED": "0",
     }
     process = subprocess.run(
         [sys.executable, "-W", "ignore", *command, "--config", str(recipe), "grpo.num_prompts_per_step=2"],
