@@ -155,6 +155,9 @@ def _run(name: str, judge, total: int, model_dir: Path, options: argparse.Namesp
             for number, size in enumerate(sizes)
         ]
         for task in concurrent.futures.as_completed(tasks):
+            if error := task.exception():
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise error
             part, seconds = task.result()
             counts.update(part)
             cpu += seconds

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _FRAME = r"rame (\d{1,9}) sampled at (\d{1,9}\.\d\d) seconds"
 _LABEL = re.compile(rf"F{_FRAME}(?: and f{_FRAME})*: \Z")
 _ONE = re.compile(rf"[Ff]{_FRAME}")
+_LAST = re.compile(rf"{_FRAME}: \Z")
 LONGEST_LABEL = 4096
 """Characters before a run in which its label is looked for."""
 
@@ -28,11 +29,16 @@ class TubeletLabel:
 
 
 def read_label(text: str) -> TubeletLabel | None:
-    """The label at the end of the text before a run, or None where the run is a still image's."""
-    match = _LABEL.search(text[-LONGEST_LABEL:])
-    if match is None:
+    """The label at the end of the text before a run, or None where the run is a still image's.
+
+    Of a label whose beginning is damaged the last frame is returned: its run is no still image's, and the frames
+    that are missing show as a gap in the numbers.
+    """
+    end = text[-LONGEST_LABEL:]
+    match = _LABEL.search(end)
+    frames = _ONE.findall(match.group()) if match else _LAST.findall(end)
+    if not frames:
         return None
-    frames = _ONE.findall(match.group())
     return TubeletLabel(tuple(int(number) for number, _ in frames), tuple(time for _, time in frames))
 
 

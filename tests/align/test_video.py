@@ -239,6 +239,9 @@ def test_a_clip_that_no_longer_decodes_is_a_named_neutral_turn(family_of):
         ("Frame 1 sampled at 12.25 seconds:", None, None),
         # A line break after the label: its own run is gone, and the next run is no tubelet of it.
         ("Frame 1 sampled at 12.25 seconds: \n", None, None),
+        # A damaged beginning: what is left shows a gap, and the run is not taken for an image's.
+        ("Frame 3 sampled at 0.86 secondsand frame 4 sampled at 0.89 seconds: ", (4,), ("0.89",)),
+        ("rame 3 sampled at 0.86 seconds: ", (3,), ("0.86",)),
         ("Frame 1 sampled at 1.2 seconds: ", None, None),
         ("an image: ", None, None),
         ("", None, None),
