@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nemo_rl_ext.grpo.config_faults import explain_fault
-from nemo_rl_ext.grpo.config_source import ConfigError, ConfigSource, load_sources
+from nemo_rl_ext.config.faults import explain_fault
+from nemo_rl_ext.config.source import ConfigError, ConfigSource, load_sources
 
 __all__ = ["ConfigError", "DistillConfig", "LossConfig", "load_config"]
 

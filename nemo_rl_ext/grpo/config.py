@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nemo_rl_ext.grpo.config_faults import explain_fault
-from nemo_rl_ext.grpo.config_source import ConfigError, load_sources
+from nemo_rl_ext.config.faults import explain_fault
+from nemo_rl_ext.config.source import ConfigError, load_sources
 
 __all__ = ["Config", "ConfigError", "load_config"]
 

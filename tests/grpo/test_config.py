@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from nemo_rl_ext.config.faults import known_keys
 from nemo_rl_ext.grpo.config import Config, ConfigError, load_config
-from nemo_rl_ext.grpo.config_faults import known_keys
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "configs" / "embedded_async.yaml"

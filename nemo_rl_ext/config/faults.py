@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_rl_ext.grpo.config_source import ConfigSource, DottedKey
+from nemo_rl_ext.config.source import ConfigSource, DottedKey
 
 _EXPECTED = {
     "bool_type": "true or false",
