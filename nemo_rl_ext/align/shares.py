@@ -71,6 +71,9 @@ def _count(kinds: Sequence[str]) -> str:
 
 def label_problem(labels: Sequence[TubeletLabel], frames_per_tubelet: int) -> str:
     """Why these labels are not those of one whole video, or nothing: frames 1, 2, ... in full tubelets."""
+    for place, label in enumerate(labels):
+        if not label.whole:
+            return f"the text before tubelet {place} is damaged before frame {label.numbers[0]}"
     numbers = [number for label in labels for number in label.numbers]
     if numbers != list(range(1, len(numbers) + 1)):
         return f"frames are numbered {numbers[:6]}... instead of from 1 without gaps"

@@ -26,20 +26,22 @@ class TubeletLabel:
 
     numbers: tuple[int, ...]
     times: tuple[str, ...]
+    whole: bool = True
+    """False where only the end of a label was left."""
 
 
 def read_label(text: str) -> TubeletLabel | None:
     """The label at the end of the text before a run, or None where the run is a still image's.
 
-    Of a label whose beginning is damaged the last frame is returned: its run is no still image's, and the frames
-    that are missing show as a gap in the numbers.
+    Of a label whose beginning is damaged the last frame is returned, not `whole`: its run is no still image's.
     """
     end = text[-LONGEST_LABEL:]
     match = _LABEL.search(end)
     frames = _ONE.findall(match.group()) if match else _LAST.findall(end)
     if not frames:
         return None
-    return TubeletLabel(tuple(int(number) for number, _ in frames), tuple(time for _, time in frames))
+    numbers, times = zip(*frames, strict=True)
+    return TubeletLabel(tuple(map(int, numbers)), times, whole=match is not None)
 
 
 def frame_indices(times: Sequence[str], fps: float, *, hint: Sequence[int] = ()) -> tuple[int, ...] | None:

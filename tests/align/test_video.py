@@ -8,6 +8,7 @@ import torch
 from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.shares import label_problem
 from nemo_rl_ext.align.timestamps import frame_indices, read_label
 from nemo_rl_ext.align.turn import align_turn, verify_turn
 from nemo_rl_ext.align.verdict import Reason, Verdict
@@ -239,9 +240,6 @@ def test_a_clip_that_no_longer_decodes_is_a_named_neutral_turn(family_of):
         ("Frame 1 sampled at 12.25 seconds:", None, None),
         # A line break after the label: its own run is gone, and the next run is no tubelet of it.
         ("Frame 1 sampled at 12.25 seconds: \n", None, None),
-        # A damaged beginning: what is left shows a gap, and the run is not taken for an image's.
-        ("Frame 3 sampled at 0.86 secondsand frame 4 sampled at 0.89 seconds: ", (4,), ("0.89",)),
-        ("rame 3 sampled at 0.86 seconds: ", (3,), ("0.86",)),
         ("Frame 1 sampled at 1.2 seconds: ", None, None),
         ("an image: ", None, None),
         ("", None, None),
@@ -253,6 +251,19 @@ def test_labels_are_read_in_the_engines_form_only(text, numbers, times):
 
 
 @pytest.mark.parametrize("fps", [0.5, 1.0, 2.0, 7.5, 15.0, 23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 60.0])
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("Frame 3 sampled at 0.86 secondsand frame 4 sampled at 0.89 seconds: ", 4),
+        ("rame 1 sampled at 0.00 seconds: ", 1),
+    ],
+)
+def test_a_damaged_beginning_still_tells_a_clip_from_an_image(text, number):
+    label = read_label(text)
+    assert (label.numbers, label.whole) == ((number,), False)
+    assert f"damaged before frame {number}" in label_problem([label], 2)
+
+
 def test_times_give_back_the_indices_at_every_usual_rate(fps):
     duration = int(1000 / fps)
     indices = tuple(range(0, 500, 7))
