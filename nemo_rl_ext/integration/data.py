@@ -48,8 +48,13 @@ class RowProcessor:
         if tiles is not None:
             row = with_max_num_tiles(row, tiles)
             datum_dict = {**datum_dict, "extra_env_info": json.dumps(row)}
-        if getattr(task_data_spec, "video_sampling_style", None) is not None and has_static_video(row):
-            return upstream_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+        if getattr(task_data_spec, "video_sampling_style", None) is not None:
+            try:
+                return upstream_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+            except ValueError:
+                # NeMo-RL refuses a row without a video there, and nothing else of such a row is judged.
+                if has_static_video(row):
+                    raise
         datum = upstream_processor(datum_dict, None, tokenizer, max_seq_length, idx)
         for message in datum["message_log"]:
             # Integer like every other row's: a batch of both kinds is flattened before the rollout.
