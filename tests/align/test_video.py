@@ -250,7 +250,6 @@ def test_labels_are_read_in_the_engines_form_only(text, numbers, times):
     assert (label and label.numbers, label and label.times) == (numbers, times)
 
 
-@pytest.mark.parametrize("fps", [0.5, 1.0, 2.0, 7.5, 15.0, 23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 60.0])
 @pytest.mark.parametrize(
     "text, number",
     [
@@ -264,6 +263,7 @@ def test_a_damaged_beginning_still_tells_a_clip_from_an_image(text, number):
     assert f"damaged before frame {number}" in label_problem([label], 2)
 
 
+@pytest.mark.parametrize("fps", [0.5, 1.0, 2.0, 7.5, 15.0, 23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 60.0])
 def test_times_give_back_the_indices_at_every_usual_rate(fps):
     duration = int(1000 / fps)
     indices = tuple(range(0, 500, 7))
