@@ -194,9 +194,11 @@ def _judge(
             return refuse(Reason.TUBELET_COUNT, problem)
         times = [time for label in share.labels for time in label.times]
         frames = frame_indices(times, item.fps, hint=item.frame_indices)
-        if frames is None or (item.total_frames and frames[-1] >= item.total_frames):
+        if frames is None or (item.total_frames and max(frames) >= item.total_frames):
             clip = f"a clip of {item.total_frames} frames at {item.fps:g} per second"
             return refuse(Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}")
+        if frames != item.frame_indices and list(frames) != sorted(frames):
+            return refuse(Reason.FRAME_TIMES, f"the times {', '.join(times[:6])} s run backwards")
     if len(set(share.lengths)) != 1:
         return refuse(Reason.FRAME_GRID, "the tubelets' runs differ in length")
     length = share.lengths[0]
