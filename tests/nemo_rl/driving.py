@@ -158,15 +158,16 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
     ray.get(collector.set_weight_version.remote(0))
     collector.start_collection.remote(loader)
     try:
-        # Four processes import NeMo-RL first, which takes minutes on a busy machine: the test's timeout ends this.
-        while ray.get(buffer.size.remote()) < groups:
+        # As NeMo-RL's trainer waits: groups of a later step may come before the last one of this. Four processes import
+        # NeMo-RL first, which takes minutes on a busy machine: the test's timeout ends this.
+        while True:
             ray.get(collector.check_health.remote())
+            sample = ray.get(
+                buffer.sample.remote(num_prompt_groups=groups, current_weight_version=0, max_age_steps=1)
+            )
+            if sample is not None:
+                return sample["trajectories"]
             time.sleep(0.5)
-        sample = ray.get(
-            buffer.sample.remote(num_prompt_groups=groups, current_weight_version=0, max_age_steps=1)
-        )
-        assert sample is not None, ray.get(collector.get_status.remote())
-        return sample["trajectories"]
     finally:
         for handle in (collector, buffer, gym):
             ray.kill(handle)

@@ -41,7 +41,8 @@ def measure(root, checkpoint, rows, *, aligned, dedup, num_rollouts):
         root, checkpoint, rows, dedup=dedup, aligned=aligned, generations=GENERATIONS
     )
     name = "EdgeAlignedNemoGym" if aligned else "EdgeNemoGym"
-    processor, train, gym = driving.prepare(config, pytest.MonkeyPatch(), name)
+    with pytest.MonkeyPatch.context() as patch:
+        processor, train, gym = driving.prepare(config, patch, name)
     actor = [ray.get(gym.__ray_call__.remote(lambda self: os.getpid()))]
     aligners = ray.get(gym.__ray_call__.remote(lambda self: self._alignment.pool.pids())) if aligned else []
     driving.rollout_in_driver(config, processor, train, gym, generations=GENERATIONS)
