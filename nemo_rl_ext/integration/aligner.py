@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import logging
 import time
@@ -21,14 +22,29 @@ from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, TurnRequest
-from nemo_rl_ext.rollout.cache import RenderCache
-from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
+from nemo_rl_ext.rollout.cache import RecentlyUsed, RenderCache
+from nemo_rl_ext.rollout.reader import MediaFacts, MediaReader, MediaSource
 
 logger = logging.getLogger(__name__)
 
 _REBUILT = {"pixel_values", "imgs_sizes", "num_frames"}
 _PROBE_SIZES: tuple[tuple[int, int], ...] = ((320, 160), (97, 613), (1900, 41), (512, 512))
 """(width, height) of the blank images on which a processor's grids are compared with the tiler's at start-up."""
+
+MAX_MEASURED = 16384
+"""Images whose measurements an aligner remembers, a few hundred bytes each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was found out about an image that decodes.
+
+    `plain`: NeMo-RL's own loader gives the engine's pixels, at `loaded_size`, (height, width).
+    """
+
+    facts: MediaFacts
+    plain: bool
+    loaded_size: Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +81,8 @@ class NemoRLAligner(RolloutAligner):
         )
         self._extra_keys = self._learn_extra_keys()
         self._predictable = self._tiler_matches_processor()
-        self._plain: dict[MediaSource, tuple[bool, Size]] = {}
+        self._measured: RecentlyUsed[_Measured] = RecentlyUsed(MAX_MEASURED)
+        self._in_call: dict[MediaSource, _Measured] = {}
 
     def encode(self, references: Sequence[str]) -> list[str]:
         """Local image files as the data URLs that NeMo-RL itself would send to the engine."""
@@ -82,7 +99,7 @@ class NemoRLAligner(RolloutAligner):
 
     def align(self, turns: Sequence[TurnRequest]) -> list[AlignedTurn]:
         """Align turns. A matched turn comes with the processor's own tensors unless the trainer holds them."""
-        self._plain.clear()
+        self._in_call.clear()
         return super().align(turns)
 
     def _align_turn(
@@ -90,12 +107,12 @@ class NemoRLAligner(RolloutAligner):
     ) -> AlignedTurn:
         started = time.perf_counter()
         media = [self._item(source, items) for source in turn.media]
-        facts = [self._plain.get(source, (False, (1, 1))) for source in turn.media]
+        known = [self._in_call.get(source) for source in turn.media]
         # Where NeMo-RL's own loader gives other pixels than the engine's (orientation, transparency, depth), equal
         # counts prove nothing: those turns are rendered from the engine's decode.
-        plain = all(is_plain for is_plain, _ in facts)
+        plain = all(measured is not None and measured.plain for measured in known)
         static_attached = getattr(turn, "static_attached", False)
-        static = self._predict([size for _, size in facts]) if plain and media else None
+        static = self._predict([measured.loaded_size for measured in known]) if plain and media else None
         processed = None
         if static is not None and static_attached and not self._predictable:
             processed = self._processed(turn, static)
@@ -137,10 +154,36 @@ class NemoRLAligner(RolloutAligner):
 
     def _item(self, source: MediaSource, items: dict[MediaSource, MediaItem]) -> MediaItem:
         if source not in items:
-            items[source] = self.reader.measure(source)
-            if not items[source].error:
-                self._plain[source] = _plain_size(self._bytes(source))
+            # The rollouts of a prompt group bring the same images. Only a data URL is its own content: whatever else
+            # a reference names can change, and what cannot be read is never remembered.
+            key = _content_key(source.ref)
+            found = self._measured.get(key) if key is not None else None
+            if found is None:
+                found = self._measure(source)
+                if key is not None and isinstance(found, _Measured):
+                    self._measured.put(key, found)
+            if isinstance(found, _Measured):
+                self._in_call[source] = found
+                found = self.reader.item(source, found.facts)
+            items[source] = found
         return items[source]
+
+    def _measure(self, source: MediaSource) -> _Measured | MediaItem:
+        """The measurements of one image; an item with `error` set where it cannot be read."""
+        item = self.reader.measure(source)
+        if item.error:
+            return item
+        facts = MediaFacts(kind="image", size=item.size, content_hash=item.content_hash)
+        try:
+            plain, size = _plain_size(self._bytes(source))
+        # Pillow's plugins raise almost anything on a damaged file; the engine's decode says whether it is one.
+        except Exception:
+            try:
+                self.reader.decode(source)
+            except (ValueError, OSError) as error:
+                return MediaItem(kind="image", size=(1, 1), source=source.name, error=str(error))
+            plain, size = False, item.size
+        return _Measured(facts=facts, plain=plain, loaded_size=size)
 
     def _predict(self, sizes: Sequence[Size]) -> tuple[Grid, ...]:
         """The processor's grids for images of these (height, width), by its arithmetic alone."""
@@ -148,11 +191,17 @@ class NemoRLAligner(RolloutAligner):
 
     def _processed(self, turn: TurnRequest, expected: tuple[Grid, ...]) -> MediaTensors | None:
         """The tensors that NeMo-RL makes of a turn's images without a rollout; None where it cannot."""
+        pad = self.config.pad_dynamic_image_shapes or len(set(expected)) > 1
+        fixed = all(_is_data_url(source.ref) for source in turn.media)
+        key = (tuple(self._in_call[source].facts.content_hash for source in turn.media), pad)
+        if fixed and (found := self.render.store.get(key)) is not None:
+            return found
         try:
             images = [Image.open(io.BytesIO(self._bytes(source))).convert("RGB") for source in turn.media]
-            return self._run_processor(
-                images, pad=self.config.pad_dynamic_image_shapes or len(set(expected)) > 1
-            )
+            tensors = self._run_processor(images, pad=pad)
+            if fixed:
+                self.render.store.put(key, tensors, tensors.num_bytes)
+            return tensors
         except (ValueError, OSError) as error:
             logger.warning(
                 "row %s, turn %s: the processor failed on its images: %s", turn.row_id, turn.turn, error
@@ -209,6 +258,17 @@ class NemoRLAligner(RolloutAligner):
                 list(map(str, predicted)),
             )
         return predicted == found
+
+
+def _is_data_url(reference: str) -> bool:
+    return reference[:5].lower() == "data:"
+
+
+def _content_key(reference: str) -> bytes | None:
+    """Identifies the content of a data URL; None for any other reference."""
+    if not _is_data_url(reference):
+        return None
+    return hashlib.blake2b(reference.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _plain_size(data: bytes) -> tuple[bool, Size]:

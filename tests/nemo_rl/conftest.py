@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+ENGINE_PYTHON = Path(os.environ.get("ENGINE_PYTHON", HERE.parents[1] / ".venv/bin/python"))
 HAS_NEMO_RL = find_spec("nemo_rl") is not None
 REASON = "NeMo-RL is not on the import path; `make test-nemo-rl NEMO_RL=/path/to/RL` runs these tests"
 
@@ -225,3 +226,58 @@ def installed():
     assert install_driver()
     yield
     uninstall()
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory, nemo_rl_root):
+    """The tiny checkpoint's directory and the URL of NeMo-RL's server: 512 tokens of context, grids recorded.
+
+    vLLM cannot share NeMo-RL's CPU environment, so the server runs from the engine's.
+    """
+    from nemo_rl_ext.integration.capture import PLUGIN
+
+    if not ENGINE_PYTHON.exists():
+        pytest.skip(f"{ENGINE_PYTHON} does not exist: `make setup` builds it, ENGINE_PYTHON names another")
+    directory = tmp_path_factory.mktemp("engine")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(nemo_rl_root))),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    env.pop("HF_MODULES_CACHE", None)
+    build = (
+        "import sys; from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint; "
+        "build_tiny_checkpoint(sys.argv[1], dtype='bfloat16', max_num_patches=13312)"
+    )
+    model = directory / "model"
+    subprocess.run([ENGINE_PYTHON, "-c", build, str(model)], env=env, check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server_script = HERE / "worker_server.py"
+    log = directory / "server.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [*map(str, (ENGINE_PYTHON, "-W", "ignore", server_script, model, port, PLUGIN))],
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while "READY " not in (text := log.read_text(errors="replace")):
+            assert server.poll() is None, text[-3000:]
+            time.sleep(1)
+        assert "patch grids are returned as `media_grids`" in text
+        yield model, text.split("READY ")[1].split()[0]
+    finally:
+        # The engine's core is a process of its own, in the server's session.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=30)

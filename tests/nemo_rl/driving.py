@@ -43,7 +43,7 @@ def load_recipe(root, name, overrides):
     return MasterConfig(**OmegaConf.to_container(recipe, resolve=True))
 
 
-def image_recipe(root, checkpoint, rows, *, dedup, aligned=True, generations=2):
+def image_recipe(root, checkpoint, rows, *, dedup, aligned=True, generations=2, repeat=20):
     return load_recipe(
         root,
         IMAGE_RECIPE,
@@ -59,7 +59,7 @@ def image_recipe(root, checkpoint, rows, *, dedup, aligned=True, generations=2):
             "logger.wandb_enabled=false",
             f"data.train.data_path={rows}",
             f"data.validation.data_path={rows}",
-            "++data.train.repeat=20",
+            f"++data.train.repeat={repeat}",
         ],
     )
 
@@ -173,13 +173,13 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
             ray.kill(handle)
 
 
-def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_flags=True):
-    """NeMo-RL's synchronous rollout of the first two rows, as training without a collector and validation run it."""
+def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_flags=True, first=0):
+    """NeMo-RL's synchronous rollout of two rows, as training without a collector and validation run it."""
     from nemo_rl.data.collate_fn import rl_collate_fn
     from nemo_rl.experience.rollouts import attach_initial_nemo_gym_image_payloads, run_nemo_gym_rollout_sync
 
     dedup = config.grpo.deduplicate_multimodal_data
-    batch = rl_collate_fn([train[0], train[1]])
+    batch = rl_collate_fn([train[first], train[first + 1]])
     if dedup:
         attach_initial_nemo_gym_image_payloads(batch, processor, env_config=config.env)
     return run_nemo_gym_rollout_sync(
@@ -193,6 +193,40 @@ def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_fl
         mask_env_flagged_samples=honour_flags,
         deduplicate_multimodal_data=dedup,
     )
+
+
+def engine_recipe(root, directory, model, images, *, geometry="runs", **fields):
+    """A recipe of two prompts, one per list of image sizes, whose tokenizer is the engine's; `fields` join the rows."""
+    import conftest
+
+    checkpoint = conftest.write_checkpoint(directory / "trainer", tokenizer_of=model)
+    rows = [
+        gym_edge.image_row(urls(sizes, 1 + 9 * index), [], **{"id": f"row-{index}", **fields})
+        for index, sizes in enumerate(images)
+    ]
+    config = image_recipe(root, checkpoint, write_rows(directory / "rows.jsonl", rows), dedup=True)
+    config.grpo.media_alignment["geometry_source"] = geometry
+    return config
+
+
+def play(config, monkeypatch, base_url):
+    """One step's trajectories, answered by a real engine: every context token of the batch has its feature.
+
+    Returns the images' sizes of every rollout, the features, the alignment metrics' sums and NeMo-RL's own metrics.
+    """
+    trajectories = collect(config, monkeypatch, base_url=base_url)
+    logs, flat = training_batch(trajectories)
+    media = flat.get_multimodal_dict(as_tensors=True)
+    # The engine's tokenizer gives `<image>` the id that the edge's made-up prompts use.
+    assert placeholders(flat) == features(media)
+    # The ban reached the engine: this policy samples `<image>` every few tokens without it.
+    assert not any((message["token_ids"] == gym_edge.CONTEXT).any() for log in logs for message in log[1:])
+    metrics = [trajectory["rollout_metrics"] for trajectory in trajectories]
+
+    def total(name):
+        return sum(entry[f"alignment/{name}"] for entry in metrics)
+
+    return sorted(log[0]["imgs_sizes"].as_tensor().tolist() for log in logs), features(media), total, metrics
 
 
 def training_batch(trajectories):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where NeMo-Gym's servers would answer: rows say which placeholder runs the engine writes, results follow.
 
-Importable by Ray workers. Everything but `FakeGymEdge` is NeMo-RL's own.
+Importable by Ray workers. Everything but the edges is NeMo-RL's own.
 """
 
 import asyncio
 import copy
+import json
 import sys
 
 import nemo_rl.environments.nemo_gym as nemo_gym
@@ -130,6 +131,28 @@ class EngineEdge:
         }
 
 
+class GymServersEdge:
+    """Stands where NeMo-Gym's own client would, and sends rows to a running agent of NeMo-Gym as that does."""
+
+    def __init__(self, url, extra_body):
+        self.url, self.extra_body = url, extra_body
+
+    def run_examples(self, examples, head_server_config):
+        return (self._play(row) for row in examples)
+
+    async def _play(self, row):
+        import aiohttp
+
+        request = copy.deepcopy(row)
+        parameters = request["responses_create_params"]
+        parameters["max_output_tokens"] = 4
+        parameters["metadata"] = {"extra_body": json.dumps(self.extra_body)}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(self.url, json=request) as answer:
+                assert answer.status == 200, await answer.text()
+                return row, await answer.json()
+
+
 def _chat_message(message):
     parts = [
         {"type": "text", "text": part["text"]}
@@ -148,9 +171,11 @@ class AtTheEdge:
         gym = self.cfg["initial_global_config_dict"]
         model = gym.get("policy_model", {}).get("responses_api_models", {}).get("vllm_model", {})
         words = model.get("extra_body", {}).get("bad_words")
-        self.rch = (
-            FakeGymEdge() if url == "http://edge" else EngineEdge(url, {"bad_words": words} if words else {})
-        )
+        extra_body = {"bad_words": words} if words else {}
+        if url == "http://edge":
+            self.rch = FakeGymEdge()
+        else:
+            self.rch = (GymServersEdge if url.endswith("/run") else EngineEdge)(url, extra_body)
         self.rh, self.head_server_config = object(), None
 
 

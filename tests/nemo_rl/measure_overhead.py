@@ -32,13 +32,13 @@ def cpu(pids):
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def measure(root, checkpoint, rows, *, aligned, dedup, num_rollouts):
+def measure(root, checkpoint, rows, *, aligned, dedup):
     from nemo_rl_ext.integration.install import install_driver, uninstall
 
     if aligned:
         assert install_driver()
     config = driving.image_recipe(
-        root, checkpoint, rows, dedup=dedup, aligned=aligned, generations=GENERATIONS
+        root, checkpoint, rows, dedup=dedup, aligned=aligned, generations=GENERATIONS, repeat=1
     )
     name = "EdgeAlignedNemoGym" if aligned else "EdgeNemoGym"
     with pytest.MonkeyPatch.context() as patch:
@@ -49,8 +49,10 @@ def measure(root, checkpoint, rows, *, aligned, dedup, num_rollouts):
     before = [cpu(actor), cpu(aligners), cpu([os.getpid()])]
     started = time.perf_counter()
     done = 0
-    while done < num_rollouts:
-        result = driving.rollout_in_driver(config, processor, train, gym, generations=GENERATIONS)
+    for first in range(2, len(train), 2):
+        result = driving.rollout_in_driver(
+            config, processor, train, gym, generations=GENERATIONS, first=first
+        )
         done += len(result.final_batch["message_log"])
     wall = time.perf_counter() - started
     after = [cpu(actor), cpu(aligners), cpu([os.getpid()])]
@@ -64,25 +66,29 @@ def measure(root, checkpoint, rows, *, aligned, dedup, num_rollouts):
     return {"aligned": aligned, "dedup": dedup, "rollouts": done, **spent, "wall_s": round(wall * scale, 2)}
 
 
+def step_rows(step):
+    one, three = driving.urls([(480, 640)], 4 * step), driving.urls([(160, 320)] * 3, 4 * step + 1)
+    return [
+        gym_edge.image_row(one, [[300]], id=f"one {step}"),
+        gym_edge.image_row(three, [[50, 50, 50]], id=f"three {step}"),
+    ]
+
+
 def main():
     num_rollouts = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     asyncio.set_event_loop(asyncio.new_event_loop())
     directory = Path(tempfile.mkdtemp(prefix="nrx-measure-"))
     checkpoint = conftest.write_checkpoint(directory / "nano")
+    # Every prompt group has images of its own, as in training; the first two rows warm the processes up.
+    num_steps = 1 + -(-num_rollouts // (2 * GENERATIONS))
     rows = driving.write_rows(
-        directory / "rows.jsonl",
-        [
-            gym_edge.image_row(driving.urls([(480, 640)]), [[300]], id="one"),
-            gym_edge.image_row(driving.urls([(160, 320)] * 3, 5), [[50, 50, 50]], id="three"),
-        ],
+        directory / "rows.jsonl", [row for step in range(num_steps) for row in step_rows(step)]
     )
     root = Path(conftest.find_spec("nemo_rl").submodule_search_locations[0]).parent
     with conftest.running_head():
         for dedup in (False, True):
             for aligned in (False, True):
-                measured = measure(
-                    root, checkpoint, rows, aligned=aligned, dedup=dedup, num_rollouts=num_rollouts
-                )
+                measured = measure(root, checkpoint, rows, aligned=aligned, dedup=dedup)
                 print(json.dumps(measured), flush=True)
 
 

@@ -3,7 +3,7 @@ import torch
 
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.rollout.cache import RenderCache
+from nemo_rl_ext.rollout.cache import RecentlyUsed, RenderCache
 
 
 class OnesFamily:
@@ -48,3 +48,22 @@ def test_zero_bytes_keep_nothing():
     cache(item("a"), Grid(2, 2))
     cache(item("a"), Grid(2, 2))
     assert family.calls == 2
+
+
+def test_a_value_that_is_replaced_gives_its_room_back_and_one_that_never_fits_is_not_kept():
+    store = RecentlyUsed(10)
+    store.put("a", "first", 6)
+    store.put("a", "second", 4)
+    store.put("b", "other", 6)
+    assert (store.get("a"), store.get("b"), store.size) == ("second", "other", 10)
+    store.put("b", "too large", 11)
+    assert (store.get("b"), store.size) == (None, 4)
+
+
+def test_what_was_read_last_is_forgotten_last():
+    store = RecentlyUsed(2)
+    store.put("a", 1)
+    store.put("b", 2)
+    assert store.get("a") == 1
+    store.put("c", 3)
+    assert (store.get("a"), store.get("b"), store.get("c")) == (1, None, 3)
