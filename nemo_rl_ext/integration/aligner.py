@@ -268,7 +268,8 @@ def _content_key(reference: str) -> bytes | None:
     """Identifies the content of a data URL; None for any other reference."""
     if not _is_data_url(reference):
         return None
-    return hashlib.blake2b(reference.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    # Paid for every rollout: on processors with instructions for it, SHA-256 is the fastest of the strong hashes.
+    return hashlib.sha256(reference.encode("utf-8", "surrogatepass")).digest()
 
 
 def _plain_size(data: bytes) -> tuple[bool, Size]:
