@@ -28,6 +28,10 @@ class RunKind(enum.Enum):
 
 _KINDS = tuple(RunKind)
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
+# Indexed by "a start token before" + 2 * "an end token behind".
+_BY_DELIMITERS = np.array(
+    [_CODE[kind] for kind in (RunKind.BARE, RunKind.UNCLOSED, RunKind.UNOPENED, RunKind.WRAPPED)], dtype=np.int8
+)
 
 
 @dataclass(frozen=True)
@@ -117,19 +121,21 @@ _WORD = 8
 
 
 def _mask(size: int) -> np.ndarray:
-    """A boolean mask, all False, of at least `size` entries and of whole words."""
-    return np.zeros(-(-size // _WORD) * _WORD, dtype=bool)
+    """A boolean mask of at least `size` entries and of whole words; what is over `size` is False."""
+    mask = np.empty(-(-size // _WORD) * _WORD, dtype=bool)
+    mask[size:] = False
+    return mask
 
 
 def _positions(mask: np.ndarray) -> np.ndarray:
     """Indices of the true entries of a mask of `_mask`, int64, ascending.
 
-    Masks are sparse: `np.flatnonzero` over words skips eight entries at a time, and only words that hold a true
-    entry are looked at byte by byte.
+    Masks are sparse: eight entries at a time are skipped, and only words that hold a true entry are looked at byte
+    by byte.
     """
-    words = np.flatnonzero(mask.view(np.uint64) != 0)
-    hit, place = np.nonzero(mask.reshape(-1, _WORD).take(words, axis=0))
-    return words[hit] * _WORD + place
+    (words,) = (mask.view(np.uint64) != 0).nonzero()
+    hit, place = mask.reshape(-1, _WORD).take(words, axis=0).nonzero()
+    return words.take(hit) * _WORD + place
 
 
 def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
@@ -154,14 +160,12 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     edges = _positions(changes)
     begin, end = edges[0::2], edges[1::2]
 
-    opened = (begin > 0) & (ids[np.maximum(begin, 1) - 1] == grammar.start_id)
-    closed = (end < ids.size) & (ids[np.minimum(end, ids.size - 1)] == grammar.end_id)
-    kinds = np.full(len(begin), _CODE[RunKind.BARE], dtype=np.int8)
-    kinds[opened] = _CODE[RunKind.UNCLOSED]
-    kinds[closed] = _CODE[RunKind.UNOPENED]
-    kinds[opened & closed] = _CODE[RunKind.WRAPPED]
+    # At either end of the ids `clip` looks at a context token, which is no delimiter.
+    opened = ids.take(begin - 1, mode="clip") == grammar.start_id
+    closed = ids.take(end, mode="clip") == grammar.end_id
+    kinds = _BY_DELIMITERS.take(opened + 2 * closed)
 
-    opening = _mask(ids.size)
+    opening = _mask(ids.size - 1)
     np.equal(ids[:-1], grammar.start_id, out=opening[: ids.size - 1])
     if np.count_nonzero(opening) == np.count_nonzero(opened):
         # Every start token opens a run that was found.
