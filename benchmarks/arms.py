@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
                 f"grpo.max_num_steps={options.steps}",
                 f"grpo.max_val_samples={VALIDATION_ROWS}",
                 "grpo.num_generations_per_prompt=8",
+                "policy.optimizer.lr=2e-4",
                 "policy.generation.vllm_cfg.precision=float32",
                 f"policy.model_name={scratch}/checkpoint",
                 f"data.train.data_path={train}",

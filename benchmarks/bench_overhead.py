@@ -143,6 +143,7 @@ def run(effort: Effort) -> Section:
             "data.validation=null",
             "data.build_demo_manifest=false",
             f"logger.log_dir={scratch}/run",
+            "grpo.num_generations_per_prompt=8",
             "grpo.val_at_start=false",
             "grpo.val_period=0",
         ]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +43,14 @@ class GroupAssembly:
         self.segments = [to_segments(conversation.turns, grammar) for conversation in conversations]
         self.requests, self._places = self._turn_requests() if options.enabled else ([], [])
 
-    def _turn_requests(self) -> tuple[list[TurnRequest], list[tuple[int, int, int]]]:
-        """What to align, and where each result belongs: (rollout, segment, message)."""
+    def _turn_requests(self) -> tuple[list[TurnRequest], list[tuple[int, int, int, int]]]:
+        """What to align, each turn once, and where results belong: (rollout, segment, message, request).
+
+        The generations of a prompt differ in their answers; what the engine was shown is mostly the same turn.
+        """
         requests: list[TurnRequest] = []
-        places: list[tuple[int, int, int]] = []
+        numbers: dict[Hashable, int] = {}
+        places: list[tuple[int, int, int, int]] = []
         for index, (conversation, sequences) in enumerate(zip(self.conversations, self.segments, strict=True)):
             every = tuple(source for turn in conversation.media for source in turn)
             facts = tuple(fact for turn in conversation.static for fact in turn.facts)
@@ -60,21 +65,22 @@ class GroupAssembly:
                     if not media and not sampled_context:
                         continue
                     seen = conversation.turns[turn.turn].num_media if turn is not None else 0
-                    requests.append(
-                        TurnRequest(
-                            row_id=conversation.row.row_id,
-                            turn=turn.turn if turn is not None else segment.user_turns[-1].turn,
-                            token_ids=message["token_ids"].numpy(),
-                            media=media,
-                            facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
-                            static_grids=self._static_grids(conversation, number, turn),
-                            captured=turn.captured if turn is not None else None,
-                            max_model_len=self.options.max_model_len if media else None,
-                            earlier_media=every[: turn.first_media] if turn is not None else (),
-                            later_media=every[turn.last_media : seen] if turn is not None else (),
-                        )
+                    request = TurnRequest(
+                        row_id=conversation.row.row_id,
+                        turn=turn.turn if turn is not None else segment.user_turns[-1].turn,
+                        token_ids=message["token_ids"].numpy(),
+                        media=media,
+                        facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
+                        static_grids=self._static_grids(conversation, number, turn),
+                        captured=turn.captured if turn is not None else None,
+                        max_model_len=self.options.max_model_len if media else None,
+                        earlier_media=every[: turn.first_media] if turn is not None else (),
+                        later_media=every[turn.last_media : seen] if turn is not None else (),
                     )
-                    places.append((index, number, place))
+                    known = numbers.setdefault(request.identity(), len(requests))
+                    if known == len(requests):
+                        requests.append(request)
+                    places.append((index, number, place, known))
         return requests, places
 
     def _static_grids(self, conversation: Conversation, segment: int, turn: UserTurn | None) -> tuple[Grid, ...] | None:
@@ -104,8 +110,13 @@ class GroupAssembly:
                 for resize in segment.resizes:
                     rollout.extra_reasons[Reason.EARLIER_TURN_RESIZED] = f"row {rollout.row_id!r}: {resize}"
             rollouts.append(rollout)
-        for (index, segment, message), turn in zip(self._places, aligned, strict=True):
-            rollout = rollouts[index]
+        seen: set[int] = set()
+        for index, segment, message, request in self._places:
+            rollout, turn = rollouts[index], aligned[request]
+            if request in seen:
+                # Its work was done once, for the first generation.
+                turn = dataclasses.replace(turn, report=dataclasses.replace(turn.report, repair_ms=0.0))
+            seen.add(request)
             rollout.aligned.append(turn)
             rollout.masked |= turn.report.neutral
             if turn.report.repaired:

@@ -44,8 +44,9 @@ RESIZED = ("many", "square", "tool_many")
 MOVING = ("clip", "short_clip", "frames", "picture_and_clip", "tool_clip")
 """Shapes of rows that ask which way the light of a clip moves."""
 CYCLE = (
-    "one", "clip", "many", "frames", "one", "tool", "clip", "text", "odd", "short_clip", "two", "tool_many",
-    "clip", "one", "square", "tool_clip", "odd", "frames", "one", "clip", "many", "text", "picture_and_clip", "one",
+    "one", "clip", "many", "one", "odd", "tool", "frames", "one", "text", "short_clip", "two", "one", "tool_many",
+    "clip", "one", "square", "tool_clip", "odd", "one", "frames", "one", "many", "clip", "one", "picture_and_clip",
+    "one",
 )  # fmt: skip
 """One cycle of rows."""
 OVERLONG, OVERLONG_PERIOD, OVERLONG_PLACE = "overlong", 120, 60

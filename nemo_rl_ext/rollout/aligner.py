@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
+from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.media.sources import MediaPolicy
 from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
@@ -50,6 +51,11 @@ class TurnRequest:
     max_model_len: int | None = None
     earlier_media: tuple[MediaSource, ...] = ()
     later_media: tuple[MediaSource, ...] = ()
+
+    def identity(self) -> Hashable:
+        """Equal for two turns of one row that must come out equal."""
+        media = (self.earlier_media, self.media, self.later_media)
+        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,17 +161,24 @@ class RolloutAligner:
             media = [self._item(source, items) for source in turn.media]
         else:
             media = [self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)]
-        aligned = align_turn(
-            turn.token_ids,
-            media,
-            family=self.family,
-            static=None if turn.static_grids is None else MediaTensors(grids=turn.static_grids, values={}),
-            captured=turn.captured,
-            request=self._engine_request(turn, items),
-            render=self.render,
-            row_id=turn.row_id,
-            turn=turn.turn,
-        )
+
+        def align(request: EngineRequest | None = None) -> AlignedTurn:
+            return align_turn(
+                turn.token_ids,
+                media,
+                family=self.family,
+                static=None if turn.static_grids is None else MediaTensors(grids=turn.static_grids, values={}),
+                captured=turn.captured,
+                request=request,
+                render=self.render,
+                row_id=turn.row_id,
+                turn=turn.turn,
+            )
+
+        aligned = align()
+        if Reason.AMBIGUOUS_GRID in aligned.report.reasons():
+            # Only a tie needs the request's other media, whose files have to be opened.
+            aligned = align(self._engine_request(turn, items))
         elapsed = (time.perf_counter() - started) * 1e3 if aligned.changed else 0.0
         report = dataclasses.replace(aligned.report, repair_ms=elapsed)
         tensors = aligned.tensors if aligned.changed else None

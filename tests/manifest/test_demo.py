@@ -203,7 +203,7 @@ def test_rows_fit_the_engine_and_a_good_share_is_over_its_budget(rows):
     assert resized == set(RESIZED)
     assert "square" in several_grids
     share = sum(shape(row) in resized for row, _ in rows) / (2 * len(CYCLE))
-    assert share == 4 / 24
+    assert share == sum(shape in RESIZED for shape in CYCLE) / len(CYCLE) >= 0.15
 
 
 def test_two_turn_rows_bring_their_last_media_late(built):
