@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.grpo.assembly import AlignmentOptions, GroupAssembly
 from nemo_rl_ext.grpo.buffer import TrajectoryBuffer
 from nemo_rl_ext.grpo.gym_player import GymPlayer
@@ -18,6 +20,9 @@ from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 Reward = Callable[[ManifestRow, str], float]
+
+CALLS_PER_ALIGNER = 2
+"""Calls into which a step's work is cut for each aligner, so that none idles behind one heavy group."""
 
 
 class Collector:
@@ -59,15 +64,22 @@ class Collector:
         played = self.player.play(rows, self.sampling, self.num_generations, step=step)
         grammar = self.pool.family.grammar
         assemblies = [GroupAssembly(conversations, self.options, grammar) for conversations in played]
-        futures = [self.pool.submit_align(assembly.requests) if assembly.requests else None for assembly in assemblies]
+        aligned = self._align(assemblies)
         return [
-            PromptGroup(
-                row=row,
-                rollouts=assembly.rollouts(future.result() if future is not None else [], self._score),
-                step=step,
-            )
-            for row, assembly, future in zip(rows, assemblies, futures, strict=True)
+            PromptGroup(row=row, rollouts=assembly.rollouts(next(aligned), self._score), step=step)
+            for row, assembly in zip(rows, assemblies, strict=True)
         ]
+
+    def _align(self, assemblies: Sequence[GroupAssembly]) -> Iterator[list[AlignedTurn]]:
+        """The results of each group's requests, in a few calls for all groups: each call costs a round trip."""
+        per_call = max(1, -(-len(assemblies) // (CALLS_PER_ALIGNER * self.pool.num_aligners)))
+        parts = [assemblies[first : first + per_call] for first in range(0, len(assemblies), per_call)]
+        requests = [[request for assembly in part for request in assembly.requests] for part in parts]
+        futures = [self.pool.submit_align(part) if part else None for part in requests]
+        for part, future in zip(parts, futures, strict=True):
+            results = iter(future.result() if future is not None else [])
+            for assembly in part:
+                yield list(itertools.islice(results, len(assembly.requests)))
 
     def _score(self, conversation: Conversation) -> tuple[str, float]:
         text = self.player.answer(conversation)

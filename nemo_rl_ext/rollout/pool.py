@@ -49,6 +49,7 @@ class AlignerPool:
         self.family = family or NemotronFamily.from_pretrained(
             config.model_dir, layout=config.layout, dtype=config.dtype
         )
+        self.num_aligners = num_aligners
         self.deaths = 0
         self._config = config
         self._timeout_s = timeout_s
