@@ -33,6 +33,8 @@ another program (EPS, WMF) or only identify a file (BUFR, GRIB, HDF5, MPEG)."""
 # Formats whose header tells the size before orientation; TIFF is not among them, as Pillow may turn it early.
 _HEADER_SIZED = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "WEBP"}
 _SIDEWAYS = (5, 6, 7, 8)
+# Without one of these names in its bytes a PNG has no orientation: EXIF chunk, ImageMagick's text form, XMP.
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,7 +92,9 @@ def image_size(
             return image.height, image.width
         sideways = False
         with contextlib.suppress(Exception):
-            sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+            # Pillow decodes a whole PNG to look for EXIF behind the pixels: only where there can be any.
+            if image.format != "PNG" or any(marker in data for marker in _PNG_EXIF):
+                sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
         return (image.width, image.height) if sideways else (image.height, image.width)
     except MediaDecodeError:
         raise

@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import ALLOWED_FORMATS, hash_pixels, image_size, load_image
@@ -67,6 +67,21 @@ def test_size_agrees_with_the_decoded_pixels(odd_images):
         decoded = load_image(data, POLICY)
         assert image_size(data, POLICY) == decoded.size == decoded.pixels.shape[:2], name
         assert decoded.pixels.dtype == np.uint8 and decoded.pixels.flags.c_contiguous, name
+
+
+def test_the_size_of_a_png_without_exif_is_read_from_its_header_alone(odd_images, monkeypatch):
+    loads = []
+    original = PngImagePlugin.PngImageFile.load
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda image: loads.append(image) or original(image))
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(buffer, "PNG")
+    assert image_size(buffer.getvalue(), POLICY) == (20, 30)
+    assert loads == []
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(buffer, "PNG", exif=exif)
+    assert image_size(buffer.getvalue(), POLICY) == (30, 20)
 
 
 @pytest.mark.parametrize(
