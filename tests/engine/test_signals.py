@@ -53,7 +53,14 @@ def started(inputs, tmp_path):
     ]
     with open(tmp_path / "output", "w") as output:
         command = [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(CONFIG), *overrides]
-        driver = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+        driver = psutil.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            # A test run in the background of a shell ignores Ctrl-C, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):

@@ -106,10 +106,12 @@ def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_na
 
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.loop import run_grpo
+    from nemo_rl_ext.manifest.demo_layout import CYCLE, MOVING
 
     rows = (inputs / "train.jsonl").read_text().splitlines()
     manifest = inputs / "mixed.jsonl"
     manifest.write_text("".join(rows[index] + "\n" for index in (*range(24), 60)))
+    num_clips = sum(shape in MOVING for shape in CYCLE[:24])
     config = load_config(
         Path(__file__).parents[2] / "configs" / "embedded_async.yaml",
         [
@@ -136,7 +138,7 @@ def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_na
     for record in (first, last):
         assert record["alignment/rows"] == 50
         assert record["alignment/rows_masked"] == record["alignment/reason/generation_failed"] == 2
-        assert record["alignment/video_matched"] >= 2 * 8
+        assert record["alignment/video_matched"] == 2 * num_clips > 0
         assert record["alignment/image_repaired"] > 0
         assert record["alignment/image_unalignable"] == record["alignment/video_unalignable"] == 0
         assert record["alignment/logprob_gap_video_max"] < 5e-4
