@@ -61,6 +61,7 @@ def test_each_kind(ids, runs, grammar):
     assert list(find_runs(ids, grammar)) == runs
 
 
+@pytest.mark.slow
 def test_equals_the_reference_on_fuzzed_sequences(grammar):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 24, NUM_FUZZED)

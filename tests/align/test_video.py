@@ -283,6 +283,7 @@ def test_times_that_several_frames_share_need_the_samplers_word():
     assert frame_indices(["0.03"], 24.0) is None
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("per_tubelet", [1, 2, 4])
 def test_grids_text_and_pixels_equal_vllms_on_real_sizes(make_family, per_tubelet, tmp_path_factory):
