@@ -176,9 +176,9 @@ class RolloutAligner:
             )
 
         aligned = align()
-        if Reason.AMBIGUOUS_GRID in aligned.report.reasons():
-            # Only a tie needs the request's other media, whose files have to be opened.
-            aligned = align(self._engine_request(turn, items))
+        # Only a tie needs the request's other media, whose files have to be opened.
+        if Reason.AMBIGUOUS_GRID in aligned.report.reasons() and (request := self._engine_request(turn, items)):
+            aligned = align(request)
         elapsed = (time.perf_counter() - started) * 1e3 if aligned.changed else 0.0
         report = dataclasses.replace(aligned.report, repair_ms=elapsed)
         tensors = aligned.tensors if aligned.changed else None
