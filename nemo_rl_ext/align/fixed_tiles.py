@@ -66,7 +66,9 @@ class FixedTiler:
         columns, rows = _ratio(size, max_num_tiles or self.max_num_tiles, self.tile_size)
         return Grid(rows * self.patches_per_side, columns * self.patches_per_side)
 
-    def feasible_grids(self, size: Size, num_tokens: int, max_num_tiles: int | None = None) -> tuple[Grid, ...]:
+    def feasible_grids(
+        self, size: Size, num_tokens: int, max_num_tiles: int | None = None
+    ) -> tuple[Grid, ...]:
         """Every grid with `num_tokens` tokens that some limit of tiles leads to, sorted: the inverted tile count."""
         if num_tokens < 1 or num_tokens % self.tokens_per_tile:
             return ()

@@ -91,7 +91,9 @@ class DynamicTiler:
         """The largest budget that still makes a difference for this size."""
         height, width = _own_grid(size, self.patch_size)
         factor = max(1.0, math.sqrt(self.min_num_patches / (height * width)))
-        rounded_up = (math.ceil(factor * height) + self.merge_size) * (math.ceil(factor * width) + self.merge_size)
+        rounded_up = (math.ceil(factor * height) + self.merge_size) * (
+            math.ceil(factor * width) + self.merge_size
+        )
         ceiling = max(rounded_up, self.min_num_patches + 1)
         if not self.max_num_patches:
             return ceiling
@@ -133,7 +135,9 @@ def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
     """The image's own grid before any budget; `round(x + 0.5)` with banker's rounding, as in the engine."""
     height, width = size
     if height < 1 or width < 1:
-        raise ValueError(f"an image needs at least one pixel per side, got (height, width) = ({height}, {width})")
+        raise ValueError(
+            f"an image needs at least one pixel per side, got (height, width) = ({height}, {width})"
+        )
     return round(height / patch_size + 0.5), round(width / patch_size + 0.5)
 
 

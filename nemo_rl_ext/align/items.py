@@ -44,7 +44,9 @@ class MediaItem:
     def pixels(self) -> np.ndarray:
         """Decode the item: uint8 RGB [frames, height, width, 3]."""
         if self.load is None:
-            raise ValueError(f"{self.kind} {self.source} was described by its size alone and has no pixels to load")
+            raise ValueError(
+                f"{self.kind} {self.source} was described by its size alone and has no pixels to load"
+            )
         frames = self.load(self.frame_indices) if self.kind == "video" else self.load()
         if frames.ndim != 4 or frames.shape[1:] != (*self.size, 3) or frames.dtype != np.uint8:
             raise ValueError(

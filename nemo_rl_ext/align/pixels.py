@@ -29,9 +29,13 @@ def resize_and_normalize(
     even when the size already fits and skips the resize for video frames that fit (`skip_equal_size`).
     """
     size = (grid.height * patch_size, grid.width * patch_size)
-    pixels = torch.from_numpy(np.require(frames, requirements=("C", "W"))).permute(0, 3, 1, 2).to(torch.float32)
+    pixels = (
+        torch.from_numpy(np.require(frames, requirements=("C", "W"))).permute(0, 3, 1, 2).to(torch.float32)
+    )
     if not (skip_equal_size and pixels.shape[-2:] == size):
-        pixels = torch.nn.functional.interpolate(pixels, size=size, mode="bicubic", align_corners=False, antialias=True)
+        pixels = torch.nn.functional.interpolate(
+            pixels, size=size, mode="bicubic", align_corners=False, antialias=True
+        )
     mean_tensor = torch.tensor(mean, dtype=torch.float32).reshape(1, 3, 1, 1)
     std_tensor = torch.tensor(std, dtype=torch.float32).reshape(1, 3, 1, 1)
     return pixels.div_(255.0).sub_(mean_tensor).div_(std_tensor).to(dtype).contiguous()

@@ -55,7 +55,9 @@ def plan_turn(
     """
     static = tuple(static_grids) if static_grids is not None else family.static_grids(items)
     counts = [family.num_runs(item) for item in items]
-    expected = tuple(family.num_tokens(grid) for grid, count in zip(static, counts, strict=True) for _ in range(count))
+    expected = tuple(
+        family.num_tokens(grid) for grid, count in zip(static, counts, strict=True) for _ in range(count)
+    )
     found = tuple(runs.lengths.tolist())
     shares: list[RunShare] = []
     fault = fault or _run_fault(runs, items)
@@ -89,7 +91,9 @@ def plan_turn(
         judged = _replay(judged, items, family, request)
     judged = _suspect_order(judged, items, family)
     neutral = any(report.verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE) for report in judged)
-    return TurnReport(row_id=row_id, turn=turn, media=tuple(judged), expected=expected, found=found, neutral=neutral)
+    return TurnReport(
+        row_id=row_id, turn=turn, media=tuple(judged), expected=expected, found=found, neutral=neutral
+    )
 
 
 def _run_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reason, str] | None:
@@ -100,7 +104,10 @@ def _run_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reaso
     bare = runs.of_kind(RunKind.BARE)
     if len(bare):
         tokens = "token" if bare.num_tokens == 1 else "tokens"
-        return Reason.BARE_CONTEXT, f"{bare.num_tokens} context {tokens} outside any run, first at {bare[0].offset}"
+        return (
+            Reason.BARE_CONTEXT,
+            f"{bare.num_tokens} context {tokens} outside any run, first at {bare[0].offset}",
+        )
     return None
 
 
@@ -109,7 +116,9 @@ def _empty_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Rea
     if not len(empty):
         return None
     pruned = any(item.kind == "video" for item in items) and len(empty) < len(runs)
-    return (Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN), f"{len(empty)} of {len(runs)} runs are empty"
+    return (
+        Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN
+    ), f"{len(empty)} of {len(runs)} runs are empty"
 
 
 def _split(values: tuple[int, ...], counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -196,7 +205,9 @@ def _judge(
         frames = frame_indices(times, item.fps, hint=item.frame_indices)
         if frames is None or (item.total_frames and max(frames) >= item.total_frames):
             clip = f"a clip of {item.total_frames} frames at {item.fps:g} per second"
-            return refuse(Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}")
+            return refuse(
+                Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}"
+            )
         if frames != item.frame_indices and list(frames) != sorted(frames):
             return refuse(Reason.FRAME_TIMES, f"the times {', '.join(times[:6])} s run backwards")
     if len(set(share.lengths)) != 1:
@@ -224,7 +235,9 @@ def _replay(
     if grids is None:
         return media
     grids = grids[request.first : request.first + len(media)]
-    same_images = request.sizes[request.first : request.first + len(media)] == tuple(item.size for item in items)
+    same_images = request.sizes[request.first : request.first + len(media)] == tuple(
+        item.size for item in items
+    )
     lengths = [(family.num_tokens(grid),) for grid in grids]
     if not same_images or lengths != [report.found for report in media]:
         return media
@@ -247,7 +260,9 @@ def _replay(
     ]
 
 
-def _suspect_order(media: list[MediaReport], items: Sequence[MediaItem], family: MediaFamily) -> list[MediaReport]:
+def _suspect_order(
+    media: list[MediaReport], items: Sequence[MediaItem], family: MediaFamily
+) -> list[MediaReport]:
     """Name the order where an item's run is infeasible but would fit another item, and that one's fits it."""
     misfits = [report for report in media if report.reason is Reason.INFEASIBLE_LENGTH]
     if not misfits or len(media) > MAX_ORDER_SEARCH:

@@ -30,7 +30,8 @@ _KINDS = tuple(RunKind)
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
 # Indexed by "a start token before" + 2 * "an end token behind".
 _BY_DELIMITERS = np.array(
-    [_CODE[kind] for kind in (RunKind.BARE, RunKind.UNCLOSED, RunKind.UNOPENED, RunKind.WRAPPED)], dtype=np.int8
+    [_CODE[kind] for kind in (RunKind.BARE, RunKind.UNCLOSED, RunKind.UNOPENED, RunKind.WRAPPED)],
+    dtype=np.int8,
 )
 
 

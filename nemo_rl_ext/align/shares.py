@@ -34,7 +34,8 @@ def share_runs(
             return f"{sum(counts)} runs expected, {len(lengths)} found"
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return [
-            RunShare(lengths=tuple(lengths[start : start + count])) for start, count in zip(starts, counts, strict=True)
+            RunShare(lengths=tuple(lengths[start : start + count]))
+            for start, count in zip(starts, counts, strict=True)
         ]
     groups = _group(lengths, labels)
     kinds = [("video" if group.labels else "image") for group in groups]

@@ -66,7 +66,9 @@ class VideoTiler:
             return ()
         limit = 2 * max(self.target_num_patches, num_tokens * self.merge_size**2)
         # Powers of two, so that different lengths share one table per size.
-        return _reachable(self, (int(size[0]), int(size[1])), 1 << (limit - 1).bit_length()).get(int(num_tokens), ())
+        return _reachable(self, (int(size[0]), int(size[1])), 1 << (limit - 1).bit_length()).get(
+            int(num_tokens), ()
+        )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -36,7 +36,9 @@ class AlignmentOptions:
 class GroupAssembly:
     """The generations of one prompt between the engine and training."""
 
-    def __init__(self, conversations: Sequence[Conversation], options: AlignmentOptions, grammar: Grammar) -> None:
+    def __init__(
+        self, conversations: Sequence[Conversation], options: AlignmentOptions, grammar: Grammar
+    ) -> None:
         self.conversations, self.options, self.grammar = conversations, options, grammar
         for conversation in conversations:
             _keep_row(conversation, grammar)
@@ -51,7 +53,9 @@ class GroupAssembly:
         requests: list[TurnRequest] = []
         numbers: dict[Hashable, int] = {}
         places: list[tuple[int, int, int, int]] = []
-        for index, (conversation, sequences) in enumerate(zip(self.conversations, self.segments, strict=True)):
+        for index, (conversation, sequences) in enumerate(
+            zip(self.conversations, self.segments, strict=True)
+        ):
             every = tuple(source for turn in conversation.media for source in turn)
             facts = tuple(fact for turn in conversation.static for fact in turn.facts)
             for number, segment in enumerate(sequences):
@@ -83,7 +87,9 @@ class GroupAssembly:
                     places.append((index, number, place, known))
         return requests, places
 
-    def _static_grids(self, conversation: Conversation, segment: int, turn: UserTurn | None) -> tuple[Grid, ...] | None:
+    def _static_grids(
+        self, conversation: Conversation, segment: int, turn: UserTurn | None
+    ) -> tuple[Grid, ...] | None:
         """Grids of the static tensors that this message will be given, when it is one of the prompt's own turns."""
         if turn is None or segment > 0 or not self.options.share_static:
             return None

@@ -80,7 +80,9 @@ class PolicyBatch:
             if value and len(value) != rows:
                 raise ValueError(f"{name}: expected one entry per row ({rows}), found {len(value)}")
         if self.sampled_mask is not None and self.sampled_mask.shape != (rows, seq - 1):
-            raise ValueError(f"sampled_mask: expected [{rows}, {seq - 1}], found {tuple(self.sampled_mask.shape)}")
+            raise ValueError(
+                f"sampled_mask: expected [{rows}, {seq - 1}], found {tuple(self.sampled_mask.shape)}"
+            )
         if (self.pixel_values is None) != (self.image_grid_hw is None):
             raise ValueError("pixel_values and image_grid_hw come together: one of them is missing")
         num_uses = sum(self.images_per_row)
@@ -161,7 +163,9 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
         if row.sampled is not None:
             sampled = torch.as_tensor(row.sampled, dtype=torch.bool).reshape(-1)
             if len(sampled) != len(tokens):
-                raise ValueError(f"row {i}: the sampled mask has {len(sampled)} entries for {len(tokens)} tokens")
+                raise ValueError(
+                    f"row {i}: the sampled mask has {len(sampled)} entries for {len(tokens)} tokens"
+                )
             sampled_mask[i, : len(tokens) - 1] = sampled[1:]
 
     first_image: dict[int, int] = {}
@@ -202,7 +206,9 @@ def _num_frames(media: Sequence[MediaTensors]) -> torch.Tensor | None:
         return None
     return torch.cat(
         [
-            torch.zeros(len(item.image_grid_hw), dtype=torch.int64) if item.num_frames is None else item.num_frames
+            torch.zeros(len(item.image_grid_hw), dtype=torch.int64)
+            if item.num_frames is None
+            else item.num_frames
             for item in media
         ]
     )

@@ -42,7 +42,10 @@ class Collector:
         self.sampling, self.options, self.num_generations = sampling, options, num_generations
 
     def run(
-        self, buffer: TrajectoryBuffer, steps: Iterator[tuple[int, Sequence[ManifestRow]]], name: str = "collector"
+        self,
+        buffer: TrajectoryBuffer,
+        steps: Iterator[tuple[int, Sequence[ManifestRow]]],
+        name: str = "collector",
     ) -> threading.Thread:
         """Collect steps ahead of training in a thread of its own, until they end or the buffer closes."""
 
@@ -83,7 +86,9 @@ class Collector:
 
     def _score(self, conversation: Conversation) -> tuple[str, float]:
         text = self.player.answer(conversation)
-        return text, self.reward(conversation.row, text) if conversation.reward is None else conversation.reward
+        return text, self.reward(
+            conversation.row, text
+        ) if conversation.reward is None else conversation.reward
 
     def images_of(self, row: ManifestRow) -> tuple[np.ndarray, ...]:
         """The decoded media of a row, uint8 RGB, in prompt order."""

@@ -141,7 +141,9 @@ def gym_config(config: Config, base_url: str) -> GymConfig:
     )
 
 
-def _allowed_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None) -> tuple[int, ...] | None:
+def _allowed_token_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None
+) -> tuple[int, ...] | None:
     """Ids of the only tokens that may be sampled. Raises ValueError for a text that is not one token."""
     if texts is None:
         return None

@@ -53,7 +53,9 @@ class Completions:
         """
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise ValueError(f"messages: expected a list with at least one message, got {type(messages).__name__}")
+            raise ValueError(
+                f"messages: expected a list with at least one message, got {type(messages).__name__}"
+            )
         chat, images = self._chat(messages)
         request = GenerationRequest(
             name=str(body.get("user") or "chat"),
@@ -144,7 +146,9 @@ def serve(completions: Completions) -> Iterator[str]:
     import uvicorn
 
     server = uvicorn.Server(
-        uvicorn.Config(_app(completions), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Config(
+            _app(completions), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5
+        )
     )
     thread = threading.Thread(target=server.run, name="engine-endpoint", daemon=True)
     thread.start()
@@ -178,7 +182,10 @@ def _app(completions: Completions) -> Any:
             return JSONResponse(detail | {"error": detail}, status_code=400)
 
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": completions.model_name, "object": "model", "owned_by": "embedded"}]}
+        return {
+            "object": "list",
+            "data": [{"id": completions.model_name, "object": "model", "owned_by": "embedded"}],
+        }
 
     # The annotations are strings here, which FastAPI would look up in this module.
     chat.__annotations__["request"] = Request

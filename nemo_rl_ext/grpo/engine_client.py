@@ -82,7 +82,9 @@ class EngineClient:
         with self._lock:
             if self._actor is not dead:
                 return
-            logger.warning("the engine died and is started again with weights %d: %s", self._version, _cause(error))
+            logger.warning(
+                "the engine died and is started again with weights %d: %s", self._version, _cause(error)
+            )
             ray.kill(dead)
             self.restarts += 1
             self._actor = self._start()

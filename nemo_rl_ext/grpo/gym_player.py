@@ -58,7 +58,9 @@ class GymPlayer:
             static = future.result()
             group = []
             for _ in range(num_generations):
-                conversation = Conversation(row=row, media=turns, static=static, prompt=self.renderer.first(row))
+                conversation = Conversation(
+                    row=row, media=turns, static=static, prompt=self.renderer.first(row)
+                )
                 self._record(conversation, next(source), versions)
                 group.append(conversation)
             played.append(group)

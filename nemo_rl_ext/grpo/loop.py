@@ -102,7 +102,9 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
             run.push_weights(step + 1)
             buffer.advance(step + 1)
             done = step + 1
-            if run.validation and (done == grpo.max_num_steps or (grpo.val_period and done % grpo.val_period == 0)):
+            if run.validation and (
+                done == grpo.max_num_steps or (grpo.val_period and done % grpo.val_period == 0)
+            ):
                 record |= run.evaluate()
             record |= metrics.flush()
             record |= {
@@ -126,7 +128,9 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
     return record
 
 
-def _account(groups: Sequence[PromptGroup], metrics: AlignmentMetrics, window: MaskedWindow) -> dict[str, float]:
+def _account(
+    groups: Sequence[PromptGroup], metrics: AlignmentMetrics, window: MaskedWindow
+) -> dict[str, float]:
     """Count every rollout of a step; the policy's reward is the mean over rollouts that are not masked."""
     rewards = []
     for group in groups:
@@ -173,7 +177,9 @@ def _saved_steps(folder: Path) -> list[int]:
 def _latest_step(folder: Path) -> int:
     saved = _saved_steps(folder)
     if not saved:
-        raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, or check checkpointing.*")
+        raise ValueError(
+            f"--resume: no checkpoint in {folder}; start without --resume, or check checkpointing.*"
+        )
     return saved[-1]
 
 

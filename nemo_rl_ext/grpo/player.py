@@ -53,7 +53,9 @@ class Conversation:
         ]
         images = tuple(pixels for fact, pixels in seen if fact.kind == "image")
         videos = tuple(
-            VideoInput(frames=pixels, metadata=_video_metadata(fact)) for fact, pixels in seen if fact.kind == "video"
+            VideoInput(frames=pixels, metadata=_video_metadata(fact))
+            for fact, pixels in seen
+            if fact.kind == "video"
         )
         return images, videos
 
@@ -95,13 +97,17 @@ class Player:
         """One engine request per distinct prompt: a group's first turn is one request with n samples."""
         batches: list[list[Conversation]] = []
         for group in played:
-            alive = [c for c in group if turn < len(c.media) and not c.error and not self._unreadable(c, turn)]
+            alive = [
+                c for c in group if turn < len(c.media) and not c.error and not self._unreadable(c, turn)
+            ]
             batches += ([alive] if alive else []) if turn == 0 else [[c] for c in alive]
         requests = []
         for number, batch in enumerate(batches):
             first = batch[0]
             if turn:
-                first.prompt = self.renderer.following(first.row, turn, first.prompt, first.turns[-1].token_ids)
+                first.prompt = self.renderer.following(
+                    first.row, turn, first.prompt, first.turns[-1].token_ids
+                )
             images, videos = first.media_inputs()
             requests.append(
                 GenerationRequest(

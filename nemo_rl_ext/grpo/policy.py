@@ -155,7 +155,9 @@ class Policy:
             if temperature > 0:
                 logits = logits / temperature
         elif logprobs_mode != "raw_logprobs":
-            raise ValueError(f"logprobs_mode: expected 'processed_logprobs' or 'raw_logprobs', found {logprobs_mode!r}")
+            raise ValueError(
+                f"logprobs_mode: expected 'processed_logprobs' or 'raw_logprobs', found {logprobs_mode!r}"
+            )
         logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
         real = torch.arange(1, ids.shape[1])[None, :] < lengths[:, None]
         return unpack(logprobs, real, columns, batch)

@@ -75,13 +75,17 @@ def flatten(segment: Segment) -> FlatSequence:
     log = segment.message_log
     consume_marks(log)
     token_ids = torch.cat([message["token_ids"] for message in log])
-    sampled = torch.cat([torch.full_like(m["token_ids"], m["role"] == "assistant", dtype=torch.bool) for m in log])
+    sampled = torch.cat(
+        [torch.full_like(m["token_ids"], m["role"] == "assistant", dtype=torch.bool) for m in log]
+    )
     logprobs = [
         message.get("generation_logprobs", torch.zeros(len(message["token_ids"]), dtype=torch.float32))
         for message in log
     ]
     media = tuple(values for message in log if (values := media_of(message)))
-    return FlatSequence(token_ids=token_ids, sampled=sampled, engine_logprobs=torch.cat(logprobs), media=media)
+    return FlatSequence(
+        token_ids=token_ids, sampled=sampled, engine_logprobs=torch.cat(logprobs), media=media
+    )
 
 
 def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:

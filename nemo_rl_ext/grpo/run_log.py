@@ -118,7 +118,9 @@ def _media_record(item: MediaReport) -> dict[str, Any]:
 def accuracy_line(metrics: Mapping[str, float]) -> str:
     """Held-out accuracy, over all rows and by what they bring."""
     prefix = "eval/accuracy_"
-    parts = [f"{key.removeprefix(prefix)} {value:.3f}" for key, value in metrics.items() if key.startswith(prefix)]
+    parts = [
+        f"{key.removeprefix(prefix)} {value:.3f}" for key, value in metrics.items() if key.startswith(prefix)
+    ]
     return f"held-out accuracy {metrics['eval/accuracy']:.3f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -135,7 +137,9 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
         return metrics.get(f"alignment/{name}", 0.0)
 
     masked = f"{get('rows_masked'):.0f} of {get('rows'):.0f} rows masked"
-    reasons = {key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("alignment/reason/")}
+    reasons = {
+        key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("alignment/reason/")
+    }
     reasons.pop("resized", None)
     if reasons:
         masked += " (" + ", ".join(f"{name} {count:.0f}" for name, count in sorted(reasons.items())) + ")"

@@ -88,7 +88,9 @@ def prepare(config: Config) -> Inputs:
 
 def _build_demo(config: Config) -> None:
     train = config.data.train.data_path
-    validation = config.data.validation.data_path if config.data.validation else train.parent / "validation.jsonl"
+    validation = (
+        config.data.validation.data_path if config.data.validation else train.parent / "validation.jsonl"
+    )
     if (train.name, validation) != ("train.jsonl", train.parent / "validation.jsonl"):
         raise ValueError(
             "data.build_demo_manifest writes train.jsonl and validation.jsonl into one directory; "
@@ -128,7 +130,9 @@ class Run:
     def push_weights(self, version: int) -> None:
         """Give the engine the policy's weights as version `version`."""
         dtype = getattr(torch, self.config.policy.generation.vllm_cfg.precision)
-        in_flight = self.config.grpo.async_grpo.enabled and self.config.grpo.async_grpo.in_flight_weight_updates
+        in_flight = (
+            self.config.grpo.async_grpo.enabled and self.config.grpo.async_grpo.in_flight_weight_updates
+        )
         self.engine.update_weights(self.policy.state_dict_for_engine(dtype), version, in_flight=in_flight)
 
     def evaluate(self) -> dict[str, float]:
@@ -147,7 +151,9 @@ class Run:
         by_kind: dict[str, list[float]] = {}
         for row, value in zip(self.validation, scores, strict=True):
             by_kind.setdefault(_modality(row), []).append(value)
-        accuracies = {f"eval/accuracy_{kind}": float(np.mean(values)) for kind, values in sorted(by_kind.items())}
+        accuracies = {
+            f"eval/accuracy_{kind}": float(np.mean(values)) for kind, values in sorted(by_kind.items())
+        }
         return {"eval/accuracy": float(np.mean(scores)), **accuracies}
 
 
@@ -205,7 +211,9 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
                 sampling=sampling,
                 loss=loss_options(config),
                 train=inputs.train,
-                validation=inputs.validation[: config.grpo.max_val_samples] if inputs.validation is not None else (),
+                validation=inputs.validation[: config.grpo.max_val_samples]
+                if inputs.validation is not None
+                else (),
             )
     finally:
         for part in (pool, engine):

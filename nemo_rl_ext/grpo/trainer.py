@@ -109,7 +109,9 @@ def _rows(groups: Sequence[PromptGroup], *, normalize: bool) -> list[_Row]:
     rows = []
     for group in groups:
         advantages = group.advantages(normalize=normalize)
-        for generation, (rollout, advantage) in enumerate(zip(group.rollouts, advantages.tolist(), strict=True)):
+        for generation, (rollout, advantage) in enumerate(
+            zip(group.rollouts, advantages.tolist(), strict=True)
+        ):
             rows += _rollout_rows(group, rollout, advantage, generation)
     return rows
 

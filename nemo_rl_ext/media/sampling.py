@@ -17,7 +17,6 @@ import numpy as np
 SamplingStyle = Literal["nemotron_vl", "uniform"]
 
 
-
 def num_sampled_frames(num_frames: int, total_num_frames: int, temporal_patch_size: int = 1) -> int:
     """How many frames `nemotron_vl` takes: rounded up to whole tubelets where the clip and the request allow it.
 

@@ -92,7 +92,9 @@ class RolloutAligner:
 
     def __init__(self, config: AlignerConfig) -> None:
         self.config = config
-        self.family = NemotronFamily.from_pretrained(config.model_dir, layout=config.layout, dtype=config.dtype)
+        self.family = NemotronFamily.from_pretrained(
+            config.model_dir, layout=config.layout, dtype=config.dtype
+        )
         self.render = RenderCache(self.family, config.cache_bytes)
         self.reader = MediaReader(
             policy=config.media_policy,
@@ -120,7 +122,10 @@ class RolloutAligner:
             return StaticTurn(tensors=None, error=str(error))
         facts = tuple(fact for fact, _ in decoded)
         pixels = tuple(array for _, array in decoded)
-        items = [self.reader.item(source, fact, array) for source, (fact, array) in zip(media, decoded, strict=True)]
+        items = [
+            self.reader.item(source, fact, array)
+            for source, (fact, array) in zip(media, decoded, strict=True)
+        ]
         if self.config.layout is Layout.NATIVE and all(fact.kind == "image" for fact in facts):
             tensors = self._processed(pixels)
         else:
@@ -134,7 +139,9 @@ class RolloutAligner:
         processed = self._processor()(images=list(images), return_tensors="pt")
         grids = tuple(Grid(*map(int, row)) for row in processed["image_grid_hw"].tolist())
         pixels = processed["pixel_values"].to(self.config.dtype)
-        return MediaTensors(grids=grids, values={"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]})
+        return MediaTensors(
+            grids=grids, values={"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]}
+        )
 
     def _processor(self) -> Any:
         if self._image_processor is None:
@@ -160,14 +167,18 @@ class RolloutAligner:
         if turn.facts is None:
             media = [self._item(source, items) for source in turn.media]
         else:
-            media = [self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)]
+            media = [
+                self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)
+            ]
 
         def align(request: EngineRequest | None = None) -> AlignedTurn:
             return align_turn(
                 turn.token_ids,
                 media,
                 family=self.family,
-                static=None if turn.static_grids is None else MediaTensors(grids=turn.static_grids, values={}),
+                static=None
+                if turn.static_grids is None
+                else MediaTensors(grids=turn.static_grids, values={}),
                 captured=turn.captured,
                 request=request,
                 render=self.render,
@@ -177,7 +188,9 @@ class RolloutAligner:
 
         aligned = align()
         # Only a tie needs the request's other media, whose files have to be opened.
-        if Reason.AMBIGUOUS_GRID in aligned.report.reasons() and (request := self._engine_request(turn, items)):
+        if Reason.AMBIGUOUS_GRID in aligned.report.reasons() and (
+            request := self._engine_request(turn, items)
+        ):
             aligned = align(request)
         elapsed = (time.perf_counter() - started) * 1e3 if aligned.changed else 0.0
         report = dataclasses.replace(aligned.report, repair_ms=elapsed)
@@ -190,7 +203,9 @@ class RolloutAligner:
     def _engine_request(self, turn: TurnRequest, items: dict[MediaSource, MediaItem]) -> EngineRequest | None:
         if turn.max_model_len is None:
             return None
-        every = [self._item(source, items) for source in (*turn.earlier_media, *turn.media, *turn.later_media)]
+        every = [
+            self._item(source, items) for source in (*turn.earlier_media, *turn.media, *turn.later_media)
+        ]
         if any(item.error or item.kind != "image" for item in every):
             return None
         return EngineRequest(

@@ -129,7 +129,9 @@ class AlignmentMetrics:
         if verdicts & self._raise_on:
             raise MediaAlignmentError(str(report))
 
-    def add_gap(self, *, repaired: bool, mean: float, maximum: float, num_tokens: int, video: bool = False) -> None:
+    def add_gap(
+        self, *, repaired: bool, mean: float, maximum: float, num_tokens: int, video: bool = False
+    ) -> None:
         """Count the engine-against-trainer log-prob gap of one row's sampled tokens, in nats.
 
         A row with a `video` counts once more on its own: wrong frames would drown among the images.
@@ -158,7 +160,9 @@ class AlignmentMetrics:
         for kind, gaps in self._gaps.items():
             tokens = sum(count for *_, count in gaps)
             if tokens:
-                out[f"alignment/logprob_gap_{kind}_mean"] = sum(mean * count for mean, _, count in gaps) / tokens
+                out[f"alignment/logprob_gap_{kind}_mean"] = (
+                    sum(mean * count for mean, _, count in gaps) / tokens
+                )
                 out[f"alignment/logprob_gap_{kind}_max"] = max(maximum for _, maximum, _ in gaps)
         out |= {f"alignment/reason/{reason.value}": float(count) for reason, count in self._reasons.items()}
         self.turn_samples = self._turns.take()

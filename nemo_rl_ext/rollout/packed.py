@@ -27,7 +27,9 @@ class PackedTensor:
         *,
         pad_to_max_shape: bool = False,
     ) -> None:
-        self.tensors: list[torch.Tensor | None] = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        self.tensors: list[torch.Tensor | None] = (
+            [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        )
         if not self.tensors:
             raise ValueError("a packed tensor needs at least one row")
         self.dim_to_pack = dim_to_pack
@@ -90,7 +92,9 @@ def packed_tensor_class() -> type:
 
 def pack(key: str, tensor: torch.Tensor) -> object:
     """Wrap one turn's tensor of a media key for a message log."""
-    return packed_tensor_class()(tensor, 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4)
+    return packed_tensor_class()(
+        tensor, 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4
+    )
 
 
 def is_packed(value: object) -> bool:

@@ -60,7 +60,8 @@ class Resize:
 
     def __str__(self) -> str:
         return (
-            f"media {self.media} had {self.before} tokens in turn {self.turn - 1} and {self.after} in turn {self.turn}"
+            f"media {self.media} had {self.before} tokens in turn {self.turn - 1} "
+            f"and {self.after} in turn {self.turn}"
         )
 
 

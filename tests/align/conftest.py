@@ -44,7 +44,9 @@ def make_image():
             columns = np.arange(size[1]) * 8 // size[1]
             return coarse[rows][:, columns][None]
 
-        return MediaItem(size=size, source=name or f"image-{seed}.png", content_hash=f"{seed}-{size}", load=load)
+        return MediaItem(
+            size=size, source=name or f"image-{seed}.png", content_hash=f"{seed}-{size}", load=load
+        )
 
     return make
 

@@ -49,10 +49,15 @@ KINDS = {
     "palette": lambda: encoded(photograph("chelsea").quantize(64), "PNG"),
     "palette-transparent": lambda: encoded(photograph("chelsea").quantize(64), "PNG", transparency=3),
     "grey": lambda: encoded(photograph("camera"), "PNG"),
-    "16-bit": lambda: encoded(Image.fromarray(np.asarray(photograph("camera")).astype(np.uint16) * 200), "PNG"),
+    "16-bit": lambda: encoded(
+        Image.fromarray(np.asarray(photograph("camera")).astype(np.uint16) * 200), "PNG"
+    ),
     "cmyk": lambda: encoded(photograph("coffee").convert("CMYK"), "JPEG"),
     "animated-gif": lambda: encoded(
-        photograph("chelsea").quantize(32), "GIF", save_all=True, append_images=[photograph("coffee").quantize(32)]
+        photograph("chelsea").quantize(32),
+        "GIF",
+        save_all=True,
+        append_images=[photograph("coffee").quantize(32)],
     ),
     "animated-webp": lambda: encoded(
         photograph("chelsea"), "WEBP", save_all=True, append_images=[photograph("coffee").resize((451, 300))]

@@ -22,7 +22,9 @@ def family(grammar):
 
 def static_of(family, items):
     grids = family.static_grids(items)
-    return family.pack(items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)])
+    return family.pack(
+        items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
+    )
 
 
 def test_the_predicate_is_the_absence_of_patch_limits():

@@ -99,7 +99,9 @@ def test_bad_arguments_are_named():
 @pytest.mark.engine
 def test_equals_vllm_and_transformers():
     """One grid per (size, budget) from all three, and one set of grids per request from the joint budget."""
-    image_processing = pytest.importorskip("transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni")
+    image_processing = pytest.importorskip(
+        "transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni"
+    )
     processors = pytest.importorskip("vllm.transformers_utils.processors.nano_nemotron_vl")
     from PIL import Image
 
@@ -137,6 +139,8 @@ def test_equals_vllm_and_transformers():
             sizes = [size for size in random_sizes(rng, int(rng.integers(1, 9))) if min(size) > 32]
             tokens = int(rng.integers(16, 20_000))
             params = engine.compute_params([SizeOnly(size) for size in sizes], tokens)
-            assert tiler.joint_grids(sizes, tokens) == tuple((p.patch_size[1], p.patch_size[0]) for p in params)
+            assert tiler.joint_grids(sizes, tokens) == tuple(
+                (p.patch_size[1], p.patch_size[0]) for p in params
+            )
     assert compared >= 20_000
     assert extreme > 0

@@ -26,5 +26,7 @@ def test_patches_are_row_major_and_channel_first():
 
 def test_an_image_of_the_right_size_keeps_its_values(make_image):
     frames = make_image((64, 96)).pixels()
-    out = resize_and_normalize(frames, Grid(4, 6), patch_size=16, mean=(0.0,) * 3, std=(1.0,) * 3, dtype=torch.float32)
+    out = resize_and_normalize(
+        frames, Grid(4, 6), patch_size=16, mean=(0.0,) * 3, std=(1.0,) * 3, dtype=torch.float32
+    )
     assert torch.allclose(out[0] * 255, torch.from_numpy(frames[0]).permute(2, 0, 1).float(), atol=1e-4)

@@ -77,7 +77,9 @@ def test_equals_the_reference_on_a_long_sequence(grammar):
     assert list(find_runs(ids, grammar)) == reference(ids.tolist(), grammar)
 
 
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: np.array(ids, np.int32), tuple])
+@pytest.mark.parametrize(
+    "convert", [list, np.array, torch.tensor, lambda ids: np.array(ids, np.int32), tuple]
+)
 def test_takes_any_sequence_of_ids(convert, grammar, prompt):
     ids = prompt(4, 1)
     assert find_runs(convert(ids), grammar) == find_runs(ids, grammar)

@@ -30,7 +30,9 @@ def features(tensors, layout):
 
 def static_of(family, items):
     grids = family.static_grids(items)
-    return family.pack(items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)])
+    return family.pack(
+        items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,7 +151,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_cannot_be_proven_is_neutral_counted_and_named(name, layout, make_family, make_image, prompt, grammar):
+def test_what_cannot_be_proven_is_neutral_counted_and_named(
+    name, layout, make_family, make_image, prompt, grammar
+):
     damage, reason = FAULTS[name]
     family = make_family(layout)
     second = (1024, 300) if name != "swapped runs" else (1600, 60)

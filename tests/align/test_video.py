@@ -69,14 +69,18 @@ def clip(indices, *, size=(144, 176), fps=24.0, total=120, load=None):
 
 def static_of(family, items):
     grids = family.static_grids(items)
-    return family.pack(items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)])
+    return family.pack(
+        items, grids, [family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
+    )
 
 
 def features(tensors, layout, per_tubelet):
     """Features of the tensors themselves: every image, and every started tubelet of a clip."""
     if layout is Layout.REMOTE:
         total, sizes = 0, tensors.values["imgs_sizes"].tolist()
-        assert len(sizes) == tensors.values["pixel_values"].shape[0] == int(tensors.values["num_frames"].sum())
+        assert (
+            len(sizes) == tensors.values["pixel_values"].shape[0] == int(tensors.values["num_frames"].sum())
+        )
         for count in tensors.values["num_frames"].tolist():
             height, width = sizes[0]
             steps = 1 if count == 1 else -(-count // per_tubelet)
@@ -85,7 +89,9 @@ def features(tensors, layout, per_tubelet):
         return total
     grids = tensors.values["image_grid_hw"].tolist()
     frames = tensors.values.get("num_frames", torch.zeros(len(grids), dtype=torch.int64)).tolist()
-    patches = sum(max(count, 1) * height * width for count, (height, width) in zip(frames, grids, strict=True))
+    patches = sum(
+        max(count, 1) * height * width for count, (height, width) in zip(frames, grids, strict=True)
+    )
     assert tensors.values["pixel_values"].shape[0] == patches
     return sum(
         max(1, -(-count // per_tubelet)) * height * width // 4
@@ -144,7 +150,12 @@ def test_images_and_videos_of_one_turn_keep_their_order(family_of, make_image, l
         *encode("\n"), *tubelets((0, 6), 24.0, 2, video.num_tokens()),
     ]  # fmt: skip
     aligned = align_turn(ids, items, family=family, static=static_of(family, items))
-    assert [item.verdict.value for item in aligned.report.media] == ["matched", "matched", "repaired", "matched"]
+    assert [item.verdict.value for item in aligned.report.media] == [
+        "matched",
+        "matched",
+        "repaired",
+        "matched",
+    ]
     assert aligned.tensors.grids == (first, video, video, Grid(22, 30), video)
     assert features(aligned.tensors, layout, 2) == ids.count(CONTEXT)
     if layout is Layout.NATIVE:
@@ -163,7 +174,9 @@ def damaged(name, item, length):
         "a frame in the middle beyond the end": tubelets((0, 1200, 24, 36), item.fps, 2, length),
         "times that run backwards": tubelets((0, 36, 24, 48), item.fps, 2, length),
         "another tubelet size": tubelets(item.frame_indices, item.fps, 3, length),
-        "runs of unequal length": tubelets(item.frame_indices, item.fps, 2, length, lengths=[length, length + 1]),
+        "runs of unequal length": tubelets(
+            item.frame_indices, item.fps, 2, length, lengths=[length, length + 1]
+        ),
         "no labels": [START, *[CONTEXT] * length, END] * 2,
         "two clips for one": [*good, *encode("\n"), *good],
         "an impossible length": tubelets(item.frame_indices, item.fps, 2, 7),
@@ -239,7 +252,11 @@ def test_a_clip_that_no_longer_decodes_is_a_named_neutral_turn(family_of):
 @pytest.mark.parametrize(
     ("text", "numbers", "times"),
     [
-        ("x\nFrame 3 sampled at 0.50 seconds and frame 4 sampled at 1.00 seconds: ", (3, 4), ("0.50", "1.00")),
+        (
+            "x\nFrame 3 sampled at 0.50 seconds and frame 4 sampled at 1.00 seconds: ",
+            (3, 4),
+            ("0.50", "1.00"),
+        ),
         ("Frame 1 sampled at 12.25 seconds: ", (1,), ("12.25",)),
         ("Frame 1 sampled at 12.25 seconds:", None, None),
         # A line break after the label: its own run is gone, and the next run is no tubelet of it.
@@ -324,7 +341,9 @@ def test_grids_text_and_pixels_equal_vllms_on_real_sizes(make_family, per_tubele
                 video=tiler,
                 decoder=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
             )
-            item = dataclasses.replace(clip(indices, size=size, total=240), load=lambda wanted, pixels=pixels: pixels)
+            item = dataclasses.replace(
+                clip(indices, size=size, total=240), load=lambda wanted, pixels=pixels: pixels
+            )
             aligned = align_turn(ids, [item], family=family)
             assert aligned.report.media[0].verdict is Verdict.MATCHED, str(aligned.report)
             assert torch.equal(aligned.tensors.values["pixel_values"], theirs)

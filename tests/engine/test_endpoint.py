@@ -87,7 +87,11 @@ def test_the_answer_carries_the_ids_that_were_really_used(endpoint):
         ({"messages": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input_smell"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, "512"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}
+                ]
+            },
             "no directory is open",
         ),
     ],

@@ -75,7 +75,9 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
         assert record["train/weight_age"] <= 1
         assert record["alignment/logprob_gap_matched_max"] < 0.1
     assert sum(record["alignment/media_repaired"] for record in steps) > 0
-    repaired = [r["alignment/logprob_gap_repaired_mean"] for r in steps if "alignment/logprob_gap_repaired_mean" in r]
+    repaired = [
+        r["alignment/logprob_gap_repaired_mean"] for r in steps if "alignment/logprob_gap_repaired_mean" in r
+    ]
     matched = [r["alignment/logprob_gap_matched_mean"] for r in steps]
     assert max(repaired) < 3 * max(matched)
     assert "eval/accuracy" in steps[-1]

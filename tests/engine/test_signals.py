@@ -74,7 +74,9 @@ def started(inputs, tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_nothing_survives_the_driver(started, policy, number):
     driver, descendants, run_dir = started
     names = {process.pid: " ".join(process.cmdline())[:60] for process in descendants}

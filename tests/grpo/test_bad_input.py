@@ -96,7 +96,15 @@ def test_a_directory_that_is_no_checkpoint_is_refused(folder, checkpoint, tmp_pa
 
 def test_the_command_answers_with_one_line_and_exit_code_2(folder, checkpoint):
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(CONFIG), "grpo.media_alignmnt.enabled=true"],
+        [
+            sys.executable,
+            "-m",
+            "nemo_rl_ext",
+            "grpo",
+            "--config",
+            str(CONFIG),
+            "grpo.media_alignmnt.enabled=true",
+        ],
         capture_output=True,
         text=True,
         cwd=folder,

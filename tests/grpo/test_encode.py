@@ -35,7 +35,11 @@ def test_unpatchify_undoes_patchify():
 
 
 def test_images_and_clips_are_encoded_by_their_own_towers_and_stay_in_order(policy):
-    image, clip, other = (item(0, 2, 4, 1), 0, (2, 4)), (item(3, 4, 2, 2), 3, (4, 2)), (item(0, 2, 2, 3), 0, (2, 2))
+    image, clip, other = (
+        (item(0, 2, 4, 1), 0, (2, 4)),
+        (item(3, 4, 2, 2), 3, (4, 2)),
+        (item(0, 2, 2, 3), 0, (2, 2)),
+    )
     ids = [20, 6, *[5] * 2, 7, *[6, 5, 5, 7] * 2, 6, 5, 7, 23]
     batch = collate([PolicyRow(token_ids=ids, media=(media(image, clip, other),))], pad_token_id=0)
     features = encode_media(policy.model, batch)
@@ -45,7 +49,8 @@ def test_images_and_clips_are_encoded_by_their_own_towers_and_stay_in_order(poli
     with torch.no_grad():
         logprobs = policy.forward_logprobs(batch)
         swapped = collate(
-            [PolicyRow(token_ids=ids, media=(media(image, (item(3, 4, 2, 9), 3, (4, 2)), other),))], pad_token_id=0
+            [PolicyRow(token_ids=ids, media=(media(image, (item(3, 4, 2, 9), 3, (4, 2)), other),))],
+            pad_token_id=0,
         )
         assert not torch.allclose(logprobs, policy.forward_logprobs(swapped), atol=1e-4)
 
@@ -58,7 +63,9 @@ def test_the_order_of_frames_matters(policy):
         row = PolicyRow(
             token_ids=ids,
             media=(
-                MediaTensors(pixel_values=values, image_grid_hw=torch.tensor([[2, 2]]), num_frames=torch.tensor([4])),
+                MediaTensors(
+                    pixel_values=values, image_grid_hw=torch.tensor([[2, 2]]), num_frames=torch.tensor([4])
+                ),
             ),
         )
         with torch.no_grad():

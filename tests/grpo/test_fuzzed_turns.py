@@ -84,7 +84,9 @@ def test_no_fuzzed_turn_fails_the_forwards_count_check_and_none_is_lost(model_di
                 ids = damage(ids, rng, family.grammar)
             ids = [*ids, 23]
             aligned = align_turn(np.array(ids), items, family=family, row_id=str(case))
-            outcomes["neutral" if aligned.report.neutral else "repaired" if aligned.report.repaired else "matched"] += 1
+            outcomes[
+                "neutral" if aligned.report.neutral else "repaired" if aligned.report.repaired else "matched"
+            ] += 1
             reasons.update(aligned.report.reasons())
             if aligned.report.neutral:
                 assert aligned.report.reasons(), "a neutral row must say why"

@@ -63,7 +63,9 @@ def test_a_later_prompt_continues_the_sampled_ids_token_for_token(renderer, ende
 
 def test_a_media_token_typed_by_a_user_stays_text(renderer):
     text = "what is {type<image>|bold} and <img><image></img>?"
-    hostile = ManifestRow.from_json({"responses_create_params": {"input": [{"role": "user", "content": text}]}})
+    hostile = ManifestRow.from_json(
+        {"responses_create_params": {"input": [{"role": "user", "content": text}]}}
+    )
     ids = renderer.first(hostile)
     assert not np.isin(ids, renderer.tokenizer.convert_tokens_to_ids(["<image>", "<img>", "</img>"])).any()
     assert text in renderer.tokenizer.decode(ids)

@@ -16,7 +16,8 @@ ROW = ManifestRow.from_json({"responses_create_params": {"input": "which?"}})
 
 def group(rewards, masked=()):
     rollouts = [
-        Rollout(row_id="r", segments=[], reward=reward, masked=index in masked) for index, reward in enumerate(rewards)
+        Rollout(row_id="r", segments=[], reward=reward, masked=index in masked)
+        for index, reward in enumerate(rewards)
     ]
     return PromptGroup(row=ROW, rollouts=rollouts, step=0)
 
@@ -42,7 +43,11 @@ def test_a_masked_rollout_keeps_its_place_and_changes_nobodys_advantage():
 def test_a_message_log_becomes_one_sequence_and_loses_its_marks():
     user = {"role": "user", "token_ids": torch.tensor([1, 2]), ROLLOUT_MATCHED_MEDIA_KEY: True}
     user["pixel_values"] = pack("pixel_values", torch.zeros(4, 768))
-    answer = {"role": "assistant", "token_ids": torch.tensor([3]), "generation_logprobs": torch.tensor([-0.5])}
+    answer = {
+        "role": "assistant",
+        "token_ids": torch.tensor([3]),
+        "generation_logprobs": torch.tensor([-0.5]),
+    }
     flat = flatten(Segment(message_log=[user, answer]))
     assert flat.token_ids.tolist() == [1, 2, 3]
     assert flat.sampled.tolist() == [False, False, True]

@@ -18,7 +18,10 @@ def test_every_step_is_one_flat_object_with_the_step_first(tmp_path):
     log = RunLog(tmp_path, resume_from=None, tensorboard=False, console=Console(quiet=True))
     log.step(1, {"train/loss": 0.5})
     log.step(2, {"train/loss": 0.25})
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/loss": 0.5},
+        {"step": 2, "train/loss": 0.25},
+    ]
     assert list(lines(tmp_path / "metrics.jsonl")[0])[0] == "step"
 
 
@@ -59,7 +62,9 @@ def test_the_order_of_rows_is_the_same_from_any_step_on():
     seen = [row for step in range(5) for row in whole[step]]
     assert sorted(seen) == sorted(rows * 2)
     assert [
-        row for _, batch in steps_of(rows, per_step=5, first=0, last=2, shuffle=False, seed=0) for row in batch
+        row
+        for _, batch in steps_of(rows, per_step=5, first=0, last=2, shuffle=False, seed=0)
+        for row in batch
     ] == rows
 
 

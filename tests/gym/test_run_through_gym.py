@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
-        not (VENV / "bin" / "gym").exists(), reason=f"no NeMo-Gym environment in {VENV}; build it with: make gym"
+        not (VENV / "bin" / "gym").exists(),
+        reason=f"no NeMo-Gym environment in {VENV}; build it with: make gym",
     ),
 ]
 
@@ -33,12 +34,17 @@ def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tmp_path, 
     build_tiny_checkpoint(tmp_path / "checkpoint")
     rows = [
         json.loads(line)
-        for line in (ROOT / "gym_resources/resources_servers/sav_tracks/data/example.jsonl").read_text().splitlines()
+        for line in (ROOT / "gym_resources/resources_servers/sav_tracks/data/example.jsonl")
+        .read_text()
+        .splitlines()
     ]
     manifest = tmp_path / "rows.jsonl"
     manifest.write_text(
         "".join(
-            json.dumps(row | {"agent_ref": {"type": "responses_api_agents", "name": "sav_tracks_simple_agent"}}) + "\n"
+            json.dumps(
+                row | {"agent_ref": {"type": "responses_api_agents", "name": "sav_tracks_simple_agent"}}
+            )
+            + "\n"
             for row in rows
         )
     )

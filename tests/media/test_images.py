@@ -72,7 +72,9 @@ def test_size_agrees_with_the_decoded_pixels(odd_images):
 def test_the_size_of_a_png_without_exif_is_read_from_its_header_alone(odd_images, monkeypatch):
     loads = []
     original = PngImagePlugin.PngImageFile.load
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda image: loads.append(image) or original(image))
+    monkeypatch.setattr(
+        PngImagePlugin.PngImageFile, "load", lambda image: loads.append(image) or original(image)
+    )
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20)).save(buffer, "PNG")
     assert image_size(buffer.getvalue(), POLICY) == (20, 30)

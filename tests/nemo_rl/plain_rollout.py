@@ -55,7 +55,9 @@ def main():
     parser.add_argument("--config", type=Path)
     recipe, overrides = parser.parse_known_args()
     path = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
-    ray.init(address=os.environ["RAY_ADDRESS"], logging_level="WARNING", log_to_driver=False, runtime_env=path)
+    ray.init(
+        address=os.environ["RAY_ADDRESS"], logging_level="WARNING", log_to_driver=False, runtime_env=path
+    )
     config = driving.load_recipe(recipe.config.parent, recipe.config.name, overrides)
     processor, train, gym = driving.prepare(config, pytest.MonkeyPatch(), "EdgeNemoGym")
     out = Path(os.environ["OUT"])

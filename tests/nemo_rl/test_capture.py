@@ -26,7 +26,9 @@ def set_up(config, checkpoint):
 
 
 def test_the_free_plugin_key_is_used_once(recipe, checkpoint, installed):
-    own = recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"]  # inherited from NeMo-RL's recipe
+    own = recipe.policy["generation"]["vllm_cfg"][
+        "reasoning_parser_plugin"
+    ]  # inherited from NeMo-RL's recipe
     assert own.endswith("nano_v3_reasoning_parser.py")
     for _ in range(2):
         assert set_up(recipe, checkpoint) == ([own, str(PLUGIN)], "captured")

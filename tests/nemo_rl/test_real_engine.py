@@ -29,7 +29,10 @@ def test_recorded_grids_settle_what_runs_leave_open(
     # 240 tokens each: 32 x 30 patches in the engine, which 30 x 32 would explain as well.
     lines = {
         "runs": ["patch grids from the placeholder runs"],
-        "captured": ["patch grids from the engine's record", "the engine's patch grids arrive with the rollouts"],
+        "captured": [
+            "patch grids from the engine's record",
+            "the engine's patch grids arrive with the rollouts",
+        ],
     }
     before = [said(line) for line in lines[geometry]]
     images = ([(500, 500)] * 2, [(160, 320)])

@@ -120,7 +120,9 @@ def test_rows_are_judged_as_a_run_would(rows, tmp_path, checkpoint):
 
 @pytest.mark.parametrize("server", ["sav_tracks", "caption_qa"])
 def test_rollouts_that_gyms_own_collection_recorded_from_a_real_engine_are_matched(server, checkpoint):
-    path = Path(__file__).parents[2] / "gym_resources/resources_servers" / server / "data/example_rollouts.jsonl"
+    path = (
+        Path(__file__).parents[2] / "gym_resources/resources_servers" / server / "data/example_rollouts.jsonl"
+    )
     results = inspected(path, checkpoint)
     assert [result.outcome for result in results] == ["matched"] * 5
     # Not vacuous: every row brought frames, and their runs were found.

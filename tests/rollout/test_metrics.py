@@ -22,7 +22,13 @@ def aligned(verdict, reason=None, *, expected=252, found=165):
     )
     neutral = verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE)
     report = TurnReport(
-        row_id="r1", turn=0, media=(item,), expected=(expected,), found=(found,), neutral=neutral, repair_ms=2.0
+        row_id="r1",
+        turn=0,
+        media=(item,),
+        expected=(expected,),
+        found=(found,),
+        neutral=neutral,
+        repair_ms=2.0,
     )
     return AlignedTurn(tensors=None, report=report, changed=verdict is not Verdict.MATCHED)
 
@@ -37,7 +43,12 @@ def test_one_step_is_counted_under_the_fixed_names():
     out = metrics.flush()
     assert out["alignment/rows"] == out["alignment/turns"] == 3
     assert out["alignment/rows_masked"] == 1
-    assert out["alignment/media_matched"] == out["alignment/media_repaired"] == out["alignment/media_ambiguous"] == 1
+    assert (
+        out["alignment/media_matched"]
+        == out["alignment/media_repaired"]
+        == out["alignment/media_ambiguous"]
+        == 1
+    )
     assert out["alignment/token_delta"] == 87
     assert out["alignment/reason/resized"] == 1
     assert out["alignment/logprob_gap_repaired_mean"] == pytest.approx((0.1 + 3 * 0.4) / 4)

@@ -35,7 +35,9 @@ def config(tmp_path_factory, media_dir):
     from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
 
     model_dir = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
-    return AlignerConfig(model_dir=model_dir, media_policy=MediaPolicy(roots=(media_dir,)), base_dir=media_dir)
+    return AlignerConfig(
+        model_dir=model_dir, media_policy=MediaPolicy(roots=(media_dir,)), base_dir=media_dir
+    )
 
 
 @pytest.fixture(scope="module")

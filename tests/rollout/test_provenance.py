@@ -67,7 +67,9 @@ def test_an_unmarked_turn_gets_the_prompts_own_tensors_by_reference():
     static, group = static_log(), [rollout(repaired=False) for _ in range(4)]
     for result in group:
         reattach_static_media(result, static)
-    assert {id(result["message_log"][1]["pixel_values"]) for result in group} == {id(static[1]["pixel_values"])}
+    assert {id(result["message_log"][1]["pixel_values"]) for result in group} == {
+        id(static[1]["pixel_values"])
+    }
 
 
 def test_the_mark_is_consumed_once_and_never_reaches_a_forward():
@@ -93,7 +95,10 @@ def test_a_tool_turn_with_static_media_is_attached_although_the_input_view_ends_
     result = rollout(repaired=False)
     tool = {"role": "user", "token_ids": torch.tensor([9])}
     result["message_log"].append(tool)
-    static = [*static_log(), {"role": "user", "pixel_values": pack("pixel_values", torch.full((1, 3, 32, 32), 3.0))}]
+    static = [
+        *static_log(),
+        {"role": "user", "pixel_values": pack("pixel_values", torch.full((1, 3, 32, 32), 3.0))},
+    ]
     reattach_static_media(result, static)
     assert tool["pixel_values"].as_tensor().unique().tolist() == [3.0]
 

@@ -80,7 +80,9 @@ def test_every_sampled_token_is_trained_exactly_once():
             turns.append(turn(prompt, answer, num_media))
             prompt = [*prompt, *answer, 22]
         segments = to_segments(turns, GRAMMAR)
-        sampled = [m["token_ids"].tolist() for s in segments for m in s.message_log if m["role"] == "assistant"]
+        sampled = [
+            m["token_ids"].tolist() for s in segments for m in s.message_log if m["role"] == "assistant"
+        ]
         assert sampled == [t.token_ids.tolist() for t in turns]
         for segment in segments:
             ids = [token for message in segment.message_log[:-1] for token in message["token_ids"].tolist()]

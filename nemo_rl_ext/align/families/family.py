@@ -73,7 +73,9 @@ class MediaFamily(Protocol):
         """Decode an item and put it on a grid, in the layout's own shape for one item."""
         ...
 
-    def pack(self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]) -> MediaTensors:
+    def pack(
+        self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]
+    ) -> MediaTensors:
         """Join rendered items into the tensors of one turn."""
         ...
 

@@ -63,7 +63,11 @@ class FixedTileFamily:
         side, tile = self.tiler.patches_per_side, self.tiler.tile_size
         whole = self._resize(pixels, grid)
         rows, columns = grid.height // side, grid.width // side
-        tiles = whole.reshape(1, 3, rows, tile, columns, tile).permute(0, 2, 4, 1, 3, 5).reshape(-1, 3, tile, tile)
+        tiles = (
+            whole.reshape(1, 3, rows, tile, columns, tile)
+            .permute(0, 2, 4, 1, 3, 5)
+            .reshape(-1, 3, tile, tile)
+        )
         if self.tiler.use_thumbnail and rows * columns > 1:
             tiles = torch.cat([tiles, self._resize(pixels, Grid(side, side))])
         return tiles
@@ -73,12 +77,16 @@ class FixedTileFamily:
             pixels, grid, patch_size=self.tiler.patch_size, mean=self.mean, std=self.std, dtype=self.dtype
         )
 
-    def pack(self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]) -> MediaTensors:
+    def pack(
+        self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]
+    ) -> MediaTensors:
         return self._pack(tuple(grids), rendered)
 
     def _pack(self, grids: tuple[Grid, ...], tiles: Sequence[torch.Tensor]) -> MediaTensors:
         counts = torch.tensor([len(image) for image in tiles], dtype=torch.int64)
-        return MediaTensors(grids=grids, values={"pixel_values": torch.cat(list(tiles)), "num_patches": counts})
+        return MediaTensors(
+            grids=grids, values={"pixel_values": torch.cat(list(tiles)), "num_patches": counts}
+        )
 
     def neutral(self, run_lengths: Sequence[int]) -> MediaTensors:
         """Blank tiles, one feature per context token.

@@ -95,9 +95,13 @@ class NemotronFamily:
             value = getattr(image_processor, f"image_{short}", None) if value is None else value
             if value is not None:
                 config[f"norm_{short}"] = [float(number) for number in value]
-        family = cls._from_parts(processor.tokenizer.get_vocab(), config, type(processor).__name__, layout, dtype)
+        family = cls._from_parts(
+            processor.tokenizer.get_vocab(), config, type(processor).__name__, layout, dtype
+        )
         return dataclasses.replace(
-            family, video=video, decoder=lambda ids: processor.tokenizer.decode(list(ids), skip_special_tokens=False)
+            family,
+            video=video,
+            decoder=lambda ids: processor.tokenizer.decode(list(ids), skip_special_tokens=False),
         )
 
     @classmethod
@@ -206,8 +210,12 @@ class NemotronFamily:
             return patchify(pixels, self.tiler.patch_size)
         return pixels if video else pixels[0]
 
-    def pack(self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]) -> MediaTensors:
-        runs = tuple(grid for item, grid in zip(items, grids, strict=True) for _ in range(self.num_runs(item)))
+    def pack(
+        self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]
+    ) -> MediaTensors:
+        runs = tuple(
+            grid for item, grid in zip(items, grids, strict=True) for _ in range(self.num_runs(item))
+        )
         if self.layout is Layout.REMOTE:
             frames = [tensor if tensor.ndim == 4 else tensor[None] for tensor in rendered]
             counts = [item.num_frames for item in items]
@@ -241,10 +249,14 @@ class NemotronFamily:
         grids = tuple(
             grid
             for length in run_lengths
-            for grid in neutral_grids(length, merge_size=self.merge_size, max_num_patches=self.tiler.max_num_patches)
+            for grid in neutral_grids(
+                length, merge_size=self.merge_size, max_num_patches=self.tiler.max_num_patches
+            )
         )
         patch = self.tiler.patch_size
-        blank = [torch.zeros(1, 3, grid.height * patch, grid.width * patch, dtype=self.dtype) for grid in grids]
+        blank = [
+            torch.zeros(1, 3, grid.height * patch, grid.width * patch, dtype=self.dtype) for grid in grids
+        ]
         if self.layout is Layout.REMOTE:
             return MediaTensors(grids=grids, values=self._remote(grids, blank, [1] * len(grids)))
         values = {
@@ -289,7 +301,9 @@ def _tokenizer(model_dir: Path) -> tuple[Mapping[str, int], Callable[[Sequence[i
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     if not model_dir.is_dir():
-        raise ValueError(f"{model_dir} is not a directory; a checkpoint directory with a tokenizer is expected")
+        raise ValueError(
+            f"{model_dir} is not a directory; a checkpoint directory with a tokenizer is expected"
+        )
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
@@ -300,6 +314,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing; a checkpoint directory with its processor files is expected") from None
+        raise ValueError(
+            f"{path} is missing; a checkpoint directory with its processor files is expected"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
