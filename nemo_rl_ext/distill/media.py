@@ -25,8 +25,8 @@ from nemo_rl_ext.distill.data import EncodedPrompt, PlacedMedia, Row
 from nemo_rl_ext.distill.records import Record, RecordError
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import load_image
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sampling import tubelet_texts
-from nemo_rl_ext.media.sources import MediaPolicy
 from nemo_rl_ext.media.video import Backend, load_video
 
 VIDEO_MARKER = "<video>"

@@ -16,7 +16,7 @@ from nemo_rl_ext.distill.data import Row, RowRules, encode_documents, encode_pai
 from nemo_rl_ext.distill.media import MediaExpander
 from nemo_rl_ext.distill.models import Checkpoint, open_checkpoint
 from nemo_rl_ext.distill.records import DatasetError, Problems, Record, read_records, read_texts
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from nemo_rl_ext.grpo.trainer import LossOptions
 from nemo_rl_ext.guards.sampling import media_token_ban
 from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 
 if TYPE_CHECKING:

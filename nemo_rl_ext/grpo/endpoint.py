@@ -24,7 +24,7 @@ from nemo_rl_ext.grpo.player import Sampling
 from nemo_rl_ext.grpo.prompts import PromptRenderer
 from nemo_rl_ext.grpo.requests import GenerationRequest, GenerationResult
 from nemo_rl_ext.media.images import load_image
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from nemo_rl_ext.grpo.gym_servers import GymServers
 from nemo_rl_ext.grpo.player import Conversation, Sampling, request_seed
 from nemo_rl_ext.grpo.prompts import PromptRenderer, media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.rollout.pool import AlignerPool
 from nemo_rl_ext.rollout.segments import EngineTurn
 

@@ -40,7 +40,7 @@ from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.verify import verify_media
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)

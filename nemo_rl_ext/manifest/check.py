@@ -16,7 +16,8 @@ from nemo_rl_ext.manifest.loading import RowFault, scan_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow, MediaRef
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import image_size, load_image
-from nemo_rl_ext.media.sources import MediaPolicy, reference_kind
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import reference_kind
 from nemo_rl_ext.media.video import load_video, probe_video
 
 _ROWS_AT_ONCE = 256

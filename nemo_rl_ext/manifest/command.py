@@ -54,7 +54,7 @@ def check(
     from nemo_rl_ext.align.grids import DynamicTiler
     from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
     from nemo_rl_ext.manifest.forecast import EngineModel, VideoShape, engine_from_checkpoint
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
 
     limits = {} if max_pixels is None else {"max_pixels": max_pixels}
     policy = MediaPolicy(roots=tuple(media_root or ()), allow_remote=allow_remote, **limits)

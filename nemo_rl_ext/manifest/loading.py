@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.errors import MediaDecodeError, shorten
-from nemo_rl_ext.media.sources import MediaPolicy, reference_kind, resolve_local
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import reference_kind, resolve_local
 
 MAX_ERRORS = 20
 _MAX_LINE_BYTES = 256 << 20

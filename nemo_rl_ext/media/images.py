@@ -21,7 +21,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
-from nemo_rl_ext.media.sources import MediaPolicy, check_num_bytes, read_media_bytes
+from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes
+from nemo_rl_ext.media.sources import read_media_bytes
 
 ALLOWED_FORMATS: tuple[str, ...] = tuple(
     """AVIF BLP BMP CUR DCX DDS DIB FITS FLI FTEX GBR GIF ICNS ICO IM IMT IPTC JPEG JPEG2000 MCIDAS MSP PCD
@@ -44,7 +45,7 @@ class DecodedImage:
     pixels: np.ndarray
     """uint8 `[height, width, 3]`, RGB, C-contiguous, upright."""
     content_hash: str
-    """BLAKE2b of the size and the pixels, in hex: equal pictures share it whatever file they come from."""
+    """SHA-256 of the size and the pixels, in hex: equal pictures share it whatever file they come from."""
     source: str
     """The reference that it was read from, or `<bytes>`."""
 
@@ -65,7 +66,8 @@ def load_image(
     data, source = _bytes_of(ref, policy, base_dir, where)
     try:
         rgb = _to_rgb(_open(data, policy, source, where))
-        pixels = np.array(rgb, dtype=np.uint8, order="C")
+        # An array of its own: `asarray` alone cannot be written to, and `array` asks Pillow for the pixels twice.
+        pixels = np.asarray(rgb, dtype=np.uint8).copy(order="C")
     except MediaDecodeError:
         raise
     # Pillow's plugins raise almost anything on a damaged file (struct.error, SyntaxError, KeyError, ...).
@@ -103,8 +105,9 @@ def image_size(
 
 
 def hash_pixels(pixels: np.ndarray) -> str:
-    """BLAKE2b-128 of an array's shape and bytes, in hex."""
-    digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+    """SHA-256 of an array's shape and bytes, in hex."""
+    # On processors with instructions for it, SHA-256 is the fastest of the strong hashes.
+    digest = hashlib.sha256(repr(pixels.shape).encode())
     digest.update(np.ascontiguousarray(pixels))
     return digest.hexdigest()
 

@@ -18,7 +18,7 @@ import time
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError, describe
-from nemo_rl_ext.media.sources import MediaPolicy, check_num_bytes
+from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes, refused
 
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -37,9 +37,9 @@ def fetch(url: str, policy: MediaPolicy, *, where: str = "") -> bytes:
             return response
         target = urljoin(current, response)
         if parts.scheme == "https" and urlsplit(target).scheme == "http":
-            raise _refused(url, where, f"redirected from https to {target!r}", "use the final https address")
+            raise refused(url, where, f"redirected from https to {target!r}", "use the final https address")
         current = target
-    raise _refused(url, where, f"more than {_MAX_REDIRECTS} redirects", "use the final address")
+    raise refused(url, where, f"more than {_MAX_REDIRECTS} redirects", "use the final address")
 
 
 def public_address(parts: SplitResult, policy: MediaPolicy, *, where: str = "") -> str:
@@ -56,7 +56,7 @@ def public_address(parts: SplitResult, policy: MediaPolicy, *, where: str = "") 
         for address in addresses:
             if not is_public(address):
                 problem = f"host {host!r} resolves to {address}, which is not a public address"
-                raise _refused(url, where, problem, "set allow_private_addresses if that is meant")
+                raise refused(url, where, problem, "set allow_private_addresses if that is meant")
     return addresses[0]
 
 
@@ -81,11 +81,11 @@ def _checked(url: str, first: str, where: str) -> SplitResult:
         parts = urlsplit(url)
         parts.port  # noqa: B018  raises on a port that is no number
     except ValueError as error:
-        raise _refused(first, where, f"not a URL ({error})", "check the URL") from None
+        raise refused(first, where, f"not a URL ({error})", "check the URL") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _refused(first, where, f"{url!r} is not an http(s) URL with a host", "check the URL")
+        raise refused(first, where, f"{url!r} is not an http(s) URL with a host", "check the URL")
     if parts.username is not None or parts.password is not None:
-        raise _refused(first, where, "the URL carries credentials", "serve it without a login in the URL")
+        raise refused(first, where, "the URL carries credentials", "serve it without a login in the URL")
     return parts
 
 
@@ -164,7 +164,3 @@ def _shut(open_sockets: list[socket.socket]) -> None:
         # A socket that TLS took over is detached: shutting it is an error of no interest.
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-
-
-def _refused(url: str, where: str, problem: str, advice: str) -> MediaDecodeError:
-    return MediaDecodeError(describe("media", url, where, problem, advice))

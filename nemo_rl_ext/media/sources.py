@@ -9,43 +9,17 @@ import errno
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError, describe
+from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes, refused
+from nemo_rl_ext.media.remote import fetch
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 # Faults of the machine rather than of the path that a manifest names.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EINTR}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaPolicy:
-    """What a media reference may reach, and how large it may be."""
-
-    roots: tuple[Path, ...] = ()
-    """Directories that local media must lie in once symbolic links are resolved. Empty: only the directory
-    that the caller names as `base_dir`, which for a manifest is the manifest's own."""
-    allow_remote: bool = False
-    """Whether http and https references are fetched at all."""
-    allow_private_addresses: bool = False
-    """Whether a remote host may resolve to a loopback, private, link-local or other non-public address."""
-    max_pixels: int = 89_478_485
-    """Largest width x height of an image or a video frame, checked in the header before decoding. The default
-    is the size at which Pillow starts to warn (a quarter of a GiB as RGB); the engine's own limit is twice
-    that (`VLLM_MAX_IMAGE_PIXELS`)."""
-    max_bytes: int = 256 << 20
-    """Largest encoded size of one media item, in bytes."""
-    timeout_s: float = 20.0
-    """Longest time for one remote fetch, and for decoding one video in a child process, in seconds."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "roots", tuple(Path(root) for root in self.roots))
-        for name in ("max_pixels", "max_bytes", "timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"media policy: {name} must be positive, got {getattr(self, name)}")
 
 
 def read_media_bytes(
@@ -61,9 +35,7 @@ def read_media_bytes(
         return _decode_data_url(ref, policy, where)
     if kind == "remote":
         if not policy.allow_remote:
-            raise _refused(ref, where, "remote media are not allowed", "download it or set allow_remote")
-        from nemo_rl_ext.media.remote import fetch
-
+            raise refused(ref, where, "remote media are not allowed", "download it or set allow_remote")
         return fetch(ref, policy, where=where)
     return _read_file(resolve_local(ref, policy, base_dir, where=where), ref, policy, where)
 
@@ -71,7 +43,7 @@ def read_media_bytes(
 def reference_kind(ref: str, *, where: str = "") -> str:
     """`data`, `remote` or `local`; any other scheme is refused."""
     if not isinstance(ref, str) or not ref:
-        raise _refused(str(ref), where, "the reference is empty", "give a path, a file: URL or a data: URL")
+        raise refused(str(ref), where, "the reference is empty", "give a path, a file: URL or a data: URL")
     if ref[:5].lower() == "data:":
         return "data"
     match = _SCHEME.match(ref)
@@ -79,7 +51,7 @@ def reference_kind(ref: str, *, where: str = "") -> str:
     if scheme in ("http", "https"):
         return "remote"
     if scheme != "file":
-        raise _refused(
+        raise refused(
             ref, where, f"scheme {scheme!r} is not supported", "use a path, file://, data: or http(s)://"
         )
     return "local"
@@ -90,25 +62,25 @@ def resolve_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *
     path = _local_path(ref, where)
     if not path.is_absolute():
         if base_dir is None:
-            raise _refused(ref, where, "a relative path without a base directory", "give an absolute path")
+            raise refused(ref, where, "a relative path without a base directory", "give an absolute path")
         path = Path(base_dir) / path
     roots = policy.roots or ((Path(base_dir),) if base_dir is not None else ())
     if not roots:
-        raise _refused(ref, where, "no directory is open for local media", "set roots in the media policy")
+        raise refused(ref, where, "no directory is open for local media", "set roots in the media policy")
     try:
         resolved = path.resolve()
         inside = any(resolved.is_relative_to(Path(root).resolve()) for root in roots)
         # The file is looked at only if it is inside: the answer tells nothing about what exists elsewhere.
         mode = resolved.stat().st_mode if inside else 0
     except FileNotFoundError:
-        raise _refused(ref, where, "no such file", "check the path or restore the file") from None
+        raise refused(ref, where, "no such file", "check the path or restore the file") from None
     except (OSError, ValueError, RuntimeError) as error:
         raise _unreadable(ref, where, error) from None
     if not inside:
         listed = ", ".join(str(root) for root in roots)
-        raise _refused(ref, where, f"it lies outside the media roots ({listed})", "move it or add its root")
+        raise refused(ref, where, f"it lies outside the media roots ({listed})", "move it or add its root")
     if not stat.S_ISREG(mode):
-        raise _refused(ref, where, f"expected a file, found {_file_type(mode)}", "name the media file itself")
+        raise refused(ref, where, f"expected a file, found {_file_type(mode)}", "name the media file itself")
     return resolved
 
 
@@ -117,9 +89,9 @@ def _local_path(ref: str, where: str) -> Path:
         return Path(ref)
     parts = urlsplit(ref)
     if parts.netloc not in ("", "localhost"):
-        raise _refused(ref, where, f"a file URL on host {parts.netloc!r}", "use file:///absolute/path")
+        raise refused(ref, where, f"a file URL on host {parts.netloc!r}", "use file:///absolute/path")
     if parts.query or parts.fragment:
-        raise _refused(ref, where, "a file URL with a query or fragment", "percent-encode '?' and '#'")
+        raise refused(ref, where, "a file URL with a query or fragment", "percent-encode '?' and '#'")
     return Path(unquote(parts.path))
 
 
@@ -133,7 +105,7 @@ def _read_file(path: Path, ref: str, policy: MediaPolicy, where: str) -> bytes:
         status = os.fstat(handle.fileno())
         if not stat.S_ISREG(status.st_mode):
             found = _file_type(status.st_mode)
-            raise _refused(ref, where, f"expected a file, found {found}", "name the media file itself")
+            raise refused(ref, where, f"expected a file, found {found}", "name the media file itself")
         check_num_bytes(status.st_size, ref, policy, where)
         try:
             data = handle.read(policy.max_bytes + 1)
@@ -143,25 +115,16 @@ def _read_file(path: Path, ref: str, policy: MediaPolicy, where: str) -> bytes:
     return data
 
 
-def check_num_bytes(num_bytes: int, ref: str, policy: MediaPolicy, where: str = "") -> None:
-    """Raise `MediaDecodeError` when an encoded size is zero or over the policy's limit."""
-    if num_bytes == 0:
-        raise _refused(ref, where, "it holds no bytes", "replace the file")
-    if num_bytes > policy.max_bytes:
-        problem = f"{num_bytes} bytes, over the limit of {policy.max_bytes}"
-        raise _refused(ref, where, problem, "shrink it or raise max_bytes")
-
-
 def _decode_data_url(ref: str, policy: MediaPolicy, where: str) -> bytes:
     # RFC 2397; only base64, as in vllm/multimodal/media/connector.py.
     header, comma, payload = ref[5:].partition(",")
     if not comma or header.rpartition(";")[2] != "base64":
-        raise _refused(ref, where, "not a base64 data URL", "write it as data:TYPE;base64,PAYLOAD")
+        raise refused(ref, where, "not a base64 data URL", "write it as data:TYPE;base64,PAYLOAD")
     check_num_bytes(len(payload) * 3 // 4, ref, policy, where)
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused(ref, where, f"the base64 payload is broken ({error})", "encode it again") from None
+        raise refused(ref, where, f"the base64 payload is broken ({error})", "encode it again") from None
 
 
 def _file_type(mode: int) -> str:
@@ -173,10 +136,6 @@ def _file_type(mode: int) -> str:
         stat.S_ISBLK: "a block device",
     }
     return next((name for test, name in names.items() if test(mode)), "something else")
-
-
-def _refused(ref: str, where: str, problem: str, advice: str) -> MediaDecodeError:
-    return MediaDecodeError(describe("media", ref, where, problem, advice))
 
 
 def _unreadable(ref: str, where: str, error: Exception) -> MediaDecodeError:

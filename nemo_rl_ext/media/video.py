@@ -59,7 +59,7 @@ class DecodedVideo:
     declared_num_frames: int
     """Frames that its container declares; more than `total_num_frames` in a damaged file."""
     content_hash: str
-    """BLAKE2b of the frames' shape and pixels, in hex."""
+    """SHA-256 of the frames' shape and pixels, in hex."""
     source: str
     """The reference that it was read from."""
     backend: str

@@ -60,7 +60,7 @@ def inspect(
 
     Exits with 1 when a row would be masked or cannot be read, or when there is no row at all.
     """
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.report.inspect_output import JsonOutput, TableOutput
     from nemo_rl_ext.report.inspection import InspectConfig, Inspector, Totals
 

@@ -18,7 +18,7 @@ from nemo_rl_ext.align.plan import EngineRequest, plan_turn
 from nemo_rl_ext.align.runs import find_runs
 from nemo_rl_ext.align.turn import _labels as tubelet_labels
 from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
 from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 from nemo_rl_ext.rollout.segments import Segment, to_segments

@@ -17,7 +17,7 @@ from PIL import Image
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.grpo.prompts import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.report.run_files import Record, RunFiles
 from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 

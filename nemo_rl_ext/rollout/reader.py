@@ -14,7 +14,8 @@ from nemo_rl_ext.align.grids import Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.verdict import MediaKind
 from nemo_rl_ext.media.images import image_size, load_image
-from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.media.video import Backend, DecodedVideo, load_frame_list, load_video
 
 
@@ -163,4 +164,4 @@ def _place(source: MediaSource) -> str:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return hashlib.sha256(data).hexdigest()

@@ -13,7 +13,7 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.pixels import patchify
 from nemo_rl_ext.media.images import load_image
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 pytestmark = pytest.mark.engine
 

@@ -31,7 +31,7 @@ def endpoint(tmp_path_factory):
     from nemo_rl_ext.grpo.player import Sampling
     from nemo_rl_ext.grpo.prompts import PromptRenderer
     from nemo_rl_ext.grpo.requests import EngineConfig
-    from nemo_rl_ext.media.sources import MediaPolicy
+    from nemo_rl_ext.media.policy import MediaPolicy
 
     model = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)

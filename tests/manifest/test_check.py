@@ -11,7 +11,7 @@ from nemo_rl_ext.align.grids import DynamicTiler
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
 from nemo_rl_ext.manifest.forecast import EngineModel
 from nemo_rl_ext.manifest.loading import ManifestError
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 TINY = EngineModel(
     tiler=DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024),

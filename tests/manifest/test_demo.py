@@ -18,7 +18,7 @@ from nemo_rl_ext.manifest.demo_pictures import KINDS, PHOTOGRAPHS, Picture, enco
 from nemo_rl_ext.manifest.loading import load_manifest
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.images import load_image
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.reader import MediaReader
 
 for package in ("skimage", "skvideo", "cv2"):

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_ext.manifest.loading import Manifest, ManifestError, load_manifest, scan_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 
 def failure(path, **options):

@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import ALLOWED_FORMATS, hash_pixels, image_size, load_image
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 
 POLICY = MediaPolicy()
 

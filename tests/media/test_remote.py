@@ -8,7 +8,8 @@ import pytest
 
 from nemo_rl_ext.media import remote
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError
-from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import read_media_bytes
 
 HERE = MediaPolicy(allow_remote=True, allow_private_addresses=True, timeout_s=10, max_bytes=1000)
 

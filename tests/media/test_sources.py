@@ -9,7 +9,8 @@ import stat
 import pytest
 
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError
-from nemo_rl_ext.media.sources import MediaPolicy, read_media_bytes, resolve_local
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import read_media_bytes, resolve_local
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from PIL import Image
 
 from nemo_rl_ext.media.decoding import DecoderProcess, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sampling import sample_frames
-from nemo_rl_ext.media.sources import MediaPolicy
 from nemo_rl_ext.media.video import load_frame_list, load_video, probe_video
 
 pytest.importorskip("decord")

@@ -12,7 +12,7 @@ from gym_edge import picture, prompt_ids
 from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 
 

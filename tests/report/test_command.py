@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.report.inspection import InspectConfig, Inspector
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from nemo_rl_ext.align.verdict import Reason, Verdict
-from nemo_rl_ext.media.sources import MediaPolicy
+from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
 from nemo_rl_ext.rollout.reader import MediaSource
 
