@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.resize import bicubic, planes
 
 
 def resize_and_normalize(
@@ -29,14 +30,10 @@ def resize_and_normalize(
     even when the size already fits and skips the resize for video frames that fit (`skip_equal_size`).
     """
     size = (grid.height * patch_size, grid.width * patch_size)
-    pixels = torch.from_numpy(np.require(frames, requirements=("C", "W"))).permute(0, 3, 1, 2)
-    # Channel planes, where the engine keeps the channels last: the same values to the last bit, resized in two thirds
-    # of the time and normalised in one.
-    pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format)
-    if not (skip_equal_size and pixels.shape[-2:] == size):
-        pixels = torch.nn.functional.interpolate(
-            pixels, size=size, mode="bicubic", align_corners=False, antialias=True
-        )
+    if skip_equal_size and frames.shape[1:3] == size:
+        pixels = planes(frames)
+    else:
+        pixels = bicubic(frames, size)
     mean_tensor = torch.tensor(mean, dtype=torch.float32).reshape(1, 3, 1, 1)
     std_tensor = torch.tensor(std, dtype=torch.float32).reshape(1, 3, 1, 1)
     return pixels.div_(255.0).sub_(mean_tensor).div_(std_tensor).to(dtype).contiguous()
