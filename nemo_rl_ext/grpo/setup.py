@@ -31,6 +31,7 @@ from nemo_rl_ext.grpo.engine import start_engine
 from nemo_rl_ext.grpo.engine_client import EngineClient
 from nemo_rl_ext.grpo.gym_player import GymPlayer
 from nemo_rl_ext.grpo.gym_servers import start_gym
+from nemo_rl_ext.grpo.keeper import keeper
 from nemo_rl_ext.grpo.player import Player, Sampling
 from nemo_rl_ext.grpo.policy import Policy
 from nemo_rl_ext.grpo.prompts import PromptRenderer
@@ -168,59 +169,65 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
     import ray
     from transformers import AutoTokenizer
 
-    owns_ray = not ray.is_initialized()
-    if owns_ray:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray makes its workers nicer than the driver; here the engine is as busy a part of the step as the trainer.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(
-            address="local",
-            num_cpus=max(2, os.cpu_count() or 1) + config.grpo.media_alignment.num_aligners,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-    pool = engine = None
-    try:
+    with contextlib.ExitStack() as parts:
+        kept = None
+        if not ray.is_initialized():
+            kept = parts.enter_context(keeper())
+            parts.callback(ray.shutdown)
+            _start_ray(config.grpo.media_alignment.num_aligners)
+            kept.watch()
         aligner = aligner_config(config, inputs.media_policy, inputs.train.base_dir)
         pool = AlignerPool(aligner, config.grpo.media_alignment.num_aligners)
+        parts.callback(pool.shutdown)
         with ThreadPoolExecutor(1) as executor:
             starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
             try:
                 policy = new_policy(config)
             finally:
                 engine = starting.result()
+                parts.callback(engine.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
         renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammar)
-        with _player(config, inputs, engine, pool, renderer, sampling) as player:
-            collector = Collector(
-                player=player,
-                pool=pool,
-                reward=reward_of(config),
-                sampling=sampling,
-                options=alignment_options(config),
-                num_generations=config.grpo.num_generations_per_prompt,
-            )
-            yield Run(
-                config=config,
-                policy=policy,
-                engine=engine,
-                pool=pool,
-                collector=collector,
-                sampling=sampling,
-                loss=loss_options(config),
-                train=inputs.train,
-                validation=inputs.validation[: config.grpo.max_val_samples]
-                if inputs.validation is not None
-                else (),
-            )
-    finally:
-        for part in (pool, engine):
-            if part is not None:
-                part.shutdown()
-        if owns_ray:
-            ray.shutdown()
+        player = parts.enter_context(_player(config, inputs, engine, pool, renderer, sampling))
+        collector = Collector(
+            player=player,
+            pool=pool,
+            reward=reward_of(config),
+            sampling=sampling,
+            options=alignment_options(config),
+            num_generations=config.grpo.num_generations_per_prompt,
+        )
+        if kept is not None:
+            kept.watch()
+        yield Run(
+            config=config,
+            policy=policy,
+            engine=engine,
+            pool=pool,
+            collector=collector,
+            sampling=sampling,
+            loss=loss_options(config),
+            train=inputs.train,
+            validation=inputs.validation[: config.grpo.max_val_samples]
+            if inputs.validation is not None
+            else (),
+        )
+
+
+def _start_ray(num_aligners: int) -> None:
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray makes its workers nicer than the driver; here the engine is as busy a part of the step as the trainer.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",
+        num_cpus=max(2, os.cpu_count() or 1) + num_aligners,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
 
 
 @contextlib.contextmanager
