@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.plan import EngineRequest, plan_turn
-from nemo_rl_ext.align.runs import find_runs
-from nemo_rl_ext.align.turn import _labels as tubelet_labels
+from nemo_rl_ext.align.plan import EngineRequest
+from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
@@ -116,10 +113,19 @@ class Inspector:
         )
         # The rollouts of a prompt group lie next to each other and share their media.
         self._items: dict[MediaSource, MediaItem] = {}
+        self._tokenizer: Any = None
+
+    def _encode(self, text: str) -> list[int]:
+        """Text that NeMo-RL stored in the place of token ids."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self.config.model_dir), local_files_only=True)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def rows(self, path: Path) -> Iterator[RowResult]:
         """Judge every line of a file, streaming."""
-        for row in stored_rows(path):
+        for row in stored_rows(path, self._encode):
             if isinstance(row, StoredRow):
                 yield self.row(row)
             else:
@@ -149,16 +155,8 @@ class Inspector:
             if not media and not (ids == self.family.grammar.context_id).any():
                 continue
             turn = user.turn if user is not None else segment.user_turns[-1].turn
-            yield self._judge(ids, media, row.row_id, turn, self._request(items, row, user))
-
-    def _judge(
-        self, ids: np.ndarray, media: list[MediaItem], row_id: str, turn: int, request: EngineRequest | None
-    ) -> TurnReport:
-        runs = find_runs(ids, self.family.grammar)
-        labels = (
-            tubelet_labels(ids, runs, self.family) if any(item.kind == "video" for item in media) else None
-        )
-        return plan_turn(runs, media, self.family, labels=labels, request=request, row_id=row_id, turn=turn)
+            request = self._request(items, row, user)
+            yield verify_turn(ids, media, family=self.family, request=request, row_id=row.row_id, turn=turn)
 
     def _request(self, items: list[MediaItem], row: StoredRow, user: Any) -> EngineRequest | None:
         """The engine request that a turn's runs come from, for breaking ties."""

@@ -21,7 +21,7 @@ from nemo_rl_ext.report.charts import Chart, charts
 from nemo_rl_ext.report.run_files import Record, RunFiles, read_run
 from nemo_rl_ext.report.summary import RowStory, Summary, row_stories, summarize
 from nemo_rl_ext.report.thumbnails import ThumbnailMaker, Thumbnails
-from nemo_rl_ext.report.wording import advice, why
+from nemo_rl_ext.report.wording import REPAIRS, advice, why
 
 REPORT_FILE = "report.html"
 FIRST_ROWS, MAX_ROWS, MAX_SLOWEST, MAX_OFFENCES, MAX_THUMBNAILS = 8, 300, 10, 40, 6
@@ -160,7 +160,7 @@ def _lead(summary: Summary) -> str:
     ]
     if summary.rows_masked:
         masking = ", ".join(
-            f"{_text(name)} {count:,}" for name, count in summary.reasons.items() if name not in _HARMLESS
+            f"{_text(name)} {count:,}" for name, count in summary.reasons.items() if name not in REPAIRS
         )
         sentences.append(
             f"{summary.rows_masked:,} of {summary.rows:,} rollouts could not be proven and were kept with zero loss"
@@ -172,9 +172,6 @@ def _lead(summary: Summary) -> str:
         f"The aligners worked {summary.repair_ms / 1e3:.1f} s for {summary.step_s:,.0f} s of training."
     )
     return " ".join(sentences)
-
-
-_HARMLESS = ("resized", "frames_resampled", "earlier_turn_resized")
 
 
 def _badge(outcome: str) -> str:

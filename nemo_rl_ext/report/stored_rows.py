@@ -3,13 +3,14 @@
 
 A stored row is a manifest row with `response.output`: the items of the conversation after the prompt. An item that
 the policy generated carries `prompt_token_ids` (the whole prompt of its engine request) and `generation_token_ids`;
-tool results and user messages in between may carry media.
+tool results and user messages in between may carry media. NeMo-RL's own collection replaces the ids by their text,
+`prompt_str` and `generation_str`: those are tokenised again, which gives the same runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from nemo_rl_ext.rollout.reader import MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn
 
 MAX_LINE_BYTES = 1 << 30
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids, media tokens recognised, nothing added."""
 
 
 class StoredRowError(ValueError):
@@ -39,8 +43,10 @@ class StoredRow:
     media: tuple[tuple[MediaSource, ...], ...]
 
 
-def stored_rows(path: Path) -> Iterator[StoredRow | tuple[int, str]]:
+def stored_rows(path: Path, encode: Encode) -> Iterator[StoredRow | tuple[int, str]]:
     """Every rollout of a JSONL file, one line in memory at a time; (line, problem) for a line that holds none.
+
+    `encode` is used where a row holds text in the place of token ids.
 
     Raises:
         OSError: when the file cannot be read.
@@ -57,12 +63,12 @@ def stored_rows(path: Path) -> Iterator[StoredRow | tuple[int, str]]:
             if not line.strip():
                 continue
             try:
-                yield _read(line, path, number)
+                yield _read(line, path, number, encode)
             except StoredRowError as error:
                 yield number, str(error)
 
 
-def _read(line: bytes, path: Path, number: int) -> StoredRow:
+def _read(line: bytes, path: Path, number: int, encode: Encode) -> StoredRow:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -73,25 +79,51 @@ def _read(line: bytes, path: Path, number: int) -> StoredRow:
     output = response.get("output") if isinstance(response, dict) else None
     if not isinstance(output, list):
         raise StoredRowError("no response.output: a rollout as NeMo-Gym's collection stores it is expected")
-    generated = [item for item in output if isinstance(item, dict) and item.get("prompt_token_ids")]
+    generated = [item for item in output if _is_generated(item)]
     if not generated:
         raise StoredRowError(
-            "no token ids: no item of response.output has prompt_token_ids; collect with a model server that "
-            "returns them (return_token_id_information: true)"
+            "no token ids: no item of response.output has prompt_token_ids (or prompt_str, as NeMo-RL stores it); "
+            "collect with a model server that returns them (return_token_id_information: true)"
         )
     row = _as_manifest_row(value, output, path, number)
     media = media_by_turn(row)[: len(generated)]
     counts = np.cumsum([len(turn) for turn in media]).tolist()
     turns = tuple(
         EngineTurn(
-            prompt_token_ids=_ids(item["prompt_token_ids"], "prompt_token_ids"),
-            token_ids=_ids(item.get("generation_token_ids") or [], "generation_token_ids"),
-            logprobs=np.zeros(len(item.get("generation_token_ids") or []), dtype=np.float32),
+            prompt_token_ids=prompt,
+            token_ids=answer,
+            logprobs=np.zeros(len(answer), dtype=np.float32),
             num_media=count,
         )
-        for item, count in zip(generated, counts, strict=True)
+        for (prompt, answer), count in zip(_turn_ids(generated, encode), counts, strict=True)
     )
     return StoredRow(row_id=_row_id(value, row), line=number, turns=turns, media=tuple(media))
+
+
+def _is_generated(item: Any) -> bool:
+    return isinstance(item, dict) and bool(item.get("prompt_token_ids") or item.get("prompt_str"))
+
+
+def _turn_ids(generated: Sequence[dict[str, Any]], encode: Encode) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Prompt and answer of each item as token ids [tokens].
+
+    A prompt whose text goes on from the turn before goes on from its ids too, wherever a tokenizer would cut it.
+    """
+    said, ids = "", np.empty(0, dtype=np.int64)
+    for item in generated:
+        if item.get("prompt_token_ids"):
+            prompt = _ids(item["prompt_token_ids"], "prompt_token_ids")
+            yield prompt, _ids(item.get("generation_token_ids") or [], "generation_token_ids")
+            continue
+        text, answer_text = item["prompt_str"], item.get("generation_str") or ""
+        if not isinstance(text, str) or not isinstance(answer_text, str):
+            raise StoredRowError("prompt_str and generation_str: expected text")
+        goes_on = text.startswith(said)
+        new = _ids(list(encode(text[len(said) :] if goes_on else text)), "prompt_str")
+        prompt = np.concatenate((ids, new)) if goes_on else new
+        answer = _ids(list(encode(answer_text)), "generation_str")
+        said, ids = text + answer_text, np.concatenate((prompt, answer))
+        yield prompt, answer
 
 
 def _as_manifest_row(value: dict[str, Any], output: list[Any], path: Path, number: int) -> ManifestRow:
@@ -100,7 +132,7 @@ def _as_manifest_row(value: dict[str, Any], output: list[Any], path: Path, numbe
     for item in output:
         if not isinstance(item, dict):
             raise StoredRowError(f"response.output holds {type(item).__name__} where an object is expected")
-        if item.get("prompt_token_ids"):
+        if _is_generated(item):
             turns.append([])
         elif item.get("type") == "function_call_output" or item.get("role") in (
             "user",

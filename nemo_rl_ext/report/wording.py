@@ -28,8 +28,8 @@ WHY = {
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""
 
-REPAIRS = {Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED}
-"""Reasons that leave the row in training; all others mask it."""
+REPAIRS = {reason.value for reason in (Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED)}
+"""Names of the reasons that leave the row in training; all others mask it."""
 
 
 def why(reason: str) -> str:

@@ -144,6 +144,39 @@ def test_an_image_that_shrank_in_a_later_turn_is_told(rows, family, tmp_path, ch
     assert result.resizes == (f"media 0 had {full} tokens in turn 0 and {less} in turn 1",)
 
 
+def as_nemo_rl_stores(rollout, family):
+    """The row as NeMo-RL's trajectory collection writes it: ids are popped, their text takes their place."""
+    stored = json.loads(json.dumps(rollout))
+    for item in stored["response"]["output"]:
+        if "prompt_token_ids" in item:
+            item["prompt_str"] = family.decode(item.pop("prompt_token_ids"))
+            item["generation_str"] = family.decode(item.pop("generation_token_ids"))
+            del item["generation_log_probs"]
+    return stored
+
+
+def test_text_in_the_place_of_token_ids_leads_to_the_same_verdicts(rows, family, tmp_path, checkpoint):
+    by_ids = inspected(write(tmp_path / "ids.jsonl", rows.values()), checkpoint)
+    stored = [as_nemo_rl_stores(rollout, family) for rollout in rows.values()]
+    by_text = inspected(write(tmp_path / "text.jsonl", stored), checkpoint)
+    assert [result.to_json() for result in by_text] == [result.to_json() for result in by_ids]
+    assert [result.outcome for result in by_text] == ["matched", "repaired", "masked", "repaired"]
+
+
+def test_a_later_prompt_goes_on_from_the_ids_of_the_earlier_text(rows, family, tmp_path):
+    """However the tokenizer would cut the whole: one sequence, as it was generated."""
+    path = write(tmp_path / "r.jsonl", [as_nemo_rl_stores(rows["two turns"], family)])
+
+    def encode(text):
+        # A tokenizer that merges over every boundary: one id for any text.
+        return [hash(text) % 1000]
+
+    (row,) = stored_rows(path, encode)
+    first, second = row.turns
+    seen = [*first.prompt_token_ids, *first.token_ids]
+    assert second.prompt_token_ids.tolist()[: len(seen)] == seen and len(second.prompt_token_ids) > len(seen)
+
+
 def test_lines_without_a_rollout_are_told_apart_and_do_not_end_the_check(rows, tmp_path, checkpoint):
     bare = json.loads(json.dumps(rows["matched"]))
     del bare["response"]["output"][0]["prompt_token_ids"]
@@ -180,7 +213,7 @@ def test_rows_are_read_one_at_a_time(rows, tmp_path):
     path = write(tmp_path / "r.jsonl", [rows["matched"]])
     with open(path, "a") as handle:
         handle.write(json.dumps(rows["repaired"]) + "\n")
-    reading = stored_rows(path)
+    reading = stored_rows(path, encode=list)
     assert isinstance(next(reading), StoredRow)
     with open(path, "a") as handle:
         handle.write(json.dumps(rows["masked"]) + "\n")
