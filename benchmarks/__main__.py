@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.measure import Effort, machine_facts
-from benchmarks.publish import PLOT_FILE, markdown, scaling_plot, targets
+from benchmarks.publish import PLOT_FILE, markdown, scaling_plot, targets, with_costs
 
 DEFAULT = ("runs", "grids", "scaling", "decode", "manifest", "repair", "pool", "overhead")
 TIMEOUT_S = 900
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_json(options.json, results)
     if options.publish:
-        publish(results, DOCS)
+        publish(results, DOCS, REPOSITORY / "README.md")
     return 1 if failed else 0
 
 
@@ -177,11 +177,12 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def publish(results: dict[str, Any], folder: Path) -> None:
-    """The page, its data and its plot; sections that were not run stay as they were taken on the same machine."""
+def publish(results: dict[str, Any], folder: Path, readme: Path) -> None:
+    """The page, its data, its plot and the README's table; sections that were not run stay as they were taken."""
     results = with_published(results, folder / "benchmarks.json")
     write_json(folder / "benchmarks.json", results)
     (folder / "benchmarks.md").write_text(markdown(results), encoding="utf-8")
+    readme.write_text(with_costs(readme.read_text(encoding="utf-8"), results), encoding="utf-8")
     plot = scaling_plot(results)
     if plot is not None:
         (folder / PLOT_FILE).write_text(plot, encoding="utf-8")

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PLOT_FILE = "benchmarks-scaling.svg"
+BLOCK = "<!-- written by make bench ARGS=--publish -->", "<!-- up to here -->"
+"""What stands around the generated part of the README."""
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -46,6 +48,23 @@ def markdown(results: Mapping[str, Any]) -> str:
         if section["name"] == "scaling":
             lines += ["", f"![Seconds over the size of the work, logarithmic axes]({PLOT_FILE})"]
     return "\n".join(lines) + "\n"
+
+
+def with_costs(readme: str, results: Mapping[str, Any]) -> str:
+    """The README with its table of targets made new.
+
+    Raises:
+        ValueError: when the README lacks the marks that stand around the table.
+    """
+    begin, end = BLOCK
+    before, found, rest = readme.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"README.md: expected the lines {begin} and {end} around the table of targets")
+    machine = results["machine"]
+    table = _table(("target", "measured", "met"), targets(results))
+    where = f"Taken on {machine['cpu']}, {machine['cores']} cores, without a GPU."
+    return "\n".join([before + begin, "", *table, "", where, "", end]) + after
 
 
 def targets(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:

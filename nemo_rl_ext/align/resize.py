@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's resize: torch's antialiased bicubic in float32, or the same bits in a fraction of its time.
 
-Resizing is most of a repair, and torch does it one value at a time. `resize_kernel` does it for many values at a
+Resizing is most of a repair, and torch does it one value at a time. `kernels.resize` does it for many values at a
 time, with torch's own weights and in torch's own order of operations. That order is the compiler's who built torch, so
 nothing is taken for granted: a length is resized by the kernel only after it gave torch's values for that length on
 this machine. Where one bit differs, or numba is not installed, torch itself resizes.
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.grids import Size
 
 logger = logging.getLogger(__name__)
@@ -49,17 +49,12 @@ def bicubic(frames: np.ndarray, size: Size) -> torch.Tensor:
 
     Not clamped: the values overshoot 0 and 255 at sharp edges, as the engine's do.
     """
-    resize = _kernel()
-    if resize is not None and frames.shape[1:3] != size:
+    kernels = compiled.load()
+    if kernels is not None and frames.shape[1:3] != size:
         vertical, horizontal = _axis(frames.shape[1], size[0]), _axis(frames.shape[2], size[1])
         if vertical is not None and horizontal is not None:
-            return _resized(resize, frames, horizontal, vertical)
+            return _resized(frames, horizontal, vertical)
     return torch_bicubic(frames, size)
-
-
-def prepare() -> None:
-    """Load the compiled kernel now, so that the first repair need not wait for it."""
-    _kernel()
 
 
 def torch_bicubic(frames: np.ndarray, size: Size) -> torch.Tensor:
@@ -82,28 +77,12 @@ def _interpolate(pixels: torch.Tensor, size: Size) -> torch.Tensor:
     )
 
 
-def _resized(
-    resize: Callable[..., None], frames: np.ndarray, horizontal: Axis, vertical: Axis
-) -> torch.Tensor:
+def _resized(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tensor:
     out = torch.empty(len(frames), 3, len(vertical.first), len(horizontal.first))
-    resize(np.ascontiguousarray(frames), *horizontal.arguments(), *vertical.arguments(), out.numpy())
+    compiled.load().resize(
+        np.ascontiguousarray(frames), *horizontal.arguments(), *vertical.arguments(), out.numpy()
+    )
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., None] | None:
-    """The compiled kernel; None where numba is missing, switched off or cannot compile it."""
-    try:
-        import numba
-
-        if numba.config.DISABLE_JIT:
-            return None
-        from nemo_rl_ext.align.resize_kernel import resize
-    # Whatever a compiler may raise: torch resizes as well.
-    except Exception as error:
-        logger.info("images are resized by torch itself, which takes longer: no compiled kernel (%s)", error)
-        return None
-    return resize
 
 
 @functools.lru_cache(maxsize=512)
@@ -119,7 +98,7 @@ def _axis(length: int, target: int) -> Axis | None:
     expected = torch_bicubic(frames, (PROOF_ROWS, target))
     for num_rounded in (_rounded_in_fours(size), size):
         axis = Axis(first=first, size=size, num_rounded=num_rounded, weights=weights)
-        if torch.equal(_resized(_kernel(), frames, axis, _identity(PROOF_ROWS)), expected):
+        if torch.equal(_resized(frames, axis, _identity(PROOF_ROWS)), expected):
             return axis
     logger.debug("%d to %d pixels: the compiled kernel gives other values than torch", length, target)
     return None

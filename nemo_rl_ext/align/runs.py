@@ -10,6 +10,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from nemo_rl_ext.align import compiled
+
 
 class RunKind(enum.Enum):
     """How a block of context tokens is delimited."""
@@ -115,6 +117,7 @@ class PlaceholderRuns(Sequence[PlaceholderRun]):
         return PlaceholderRuns(self.offsets[keep], self.lengths[keep], self.kinds[keep])
 
 
+_COMPILED_FOR = (np.int32, np.int64)
 _NARROW_FROM = 4096
 """Tokens from which int64 ids are narrowed to int32 first: the copy costs less than it saves in two comparisons."""
 _WORD = 8
@@ -142,12 +145,22 @@ def _positions(mask: np.ndarray) -> np.ndarray:
 def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
     """Find every maximal block of context tokens and every empty pair of delimiters, in order.
 
-    Takes a list, an array or a CPU tensor of ids [tokens]; vectorised, O(tokens). Never raises on content:
+    Takes a list, an array or a CPU tensor of ids [tokens]; vectorised, or compiled where the kernels are loaded,
+    O(tokens). Never raises on content:
     a run that makes no sense is returned with the kind that says so, and `align.turn` judges it.
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1:
         raise ValueError(f"token ids must be one sequence [tokens], got an array of shape {list(ids.shape)}")
+    kernels = compiled.loaded()
+    if kernels is None or ids.dtype not in _COMPILED_FOR or not ids.flags.c_contiguous:
+        return vectorised_runs(ids, grammar)
+    tokens = grammar.start_id, grammar.context_id, grammar.end_id
+    return PlaceholderRuns(*kernels.scan(ids, *tokens, _BY_DELIMITERS, _CODE[RunKind.EMPTY]))
+
+
+def vectorised_runs(ids: np.ndarray, grammar: Grammar) -> PlaceholderRuns:
+    """What `find_runs` does with numpy alone, for ids [tokens]: two comparisons over all of them, then sparse masks."""
     empty = np.empty(0, dtype=np.int64)
     if ids.size == 0:
         return PlaceholderRuns(empty, empty, empty.astype(np.int8))

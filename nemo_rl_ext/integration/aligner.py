@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import ExifTags, Image
 
-from nemo_rl_ext.align import resize
+from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid, Size
@@ -84,7 +84,7 @@ class NemoRLAligner(RolloutAligner):
         self._predictable = self._tiler_matches_processor()
         self._measured: RecentlyUsed[_Measured] = RecentlyUsed(MAX_MEASURED)
         self._in_call: dict[MediaSource, _Measured] = {}
-        resize.prepare()
+        compiled.load()
 
     def encode(self, references: Sequence[str]) -> list[str]:
         """Local image files as the data URLs that NeMo-RL itself would send to the engine."""

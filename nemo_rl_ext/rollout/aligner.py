@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl_ext.align import resize
+from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid
@@ -105,7 +105,7 @@ class RolloutAligner:
             backend=config.video_backend,
         )
         self._image_processor: Any = None
-        resize.prepare()
+        compiled.load()
 
     def pid(self) -> int:
         """The process that this aligner runs in."""

@@ -17,11 +17,9 @@ pytest.importorskip("numba")
 
 @pytest.fixture
 def fresh():
-    """No axis or kernel remembered from before, nor left behind."""
-    resize._kernel.cache_clear()
+    """No axis remembered from before, nor left behind."""
     resize._axis.cache_clear()
     yield
-    resize._kernel.cache_clear()
     resize._axis.cache_clear()
 
 
@@ -114,7 +112,7 @@ def test_an_order_of_roundings_that_is_not_torchs_is_found_out(fresh, monkeypatc
             if np.array_equal(wrong.num_rounded, right[pair]):
                 continue
             frames = random_frames(np.random.default_rng(1), resize.PROOF_ROWS, pair[0])
-            made = resize._resized(resize._kernel(), frames, wrong, resize._identity(resize.PROOF_ROWS))
+            made = resize._resized(frames, wrong, resize._identity(resize.PROOF_ROWS))
             assert not torch.equal(made, torch_bicubic(frames, (resize.PROOF_ROWS, pair[1]))), pair
 
 
@@ -126,7 +124,7 @@ def test_windows_too_wide_for_a_proof_are_left_to_torch():
 
 CHECK = """
 import numpy as np, torch
-from nemo_rl_ext.align import resize
+from nemo_rl_ext.align import compiled, resize
 frames = np.random.default_rng(0).integers(0, 256, (2, 150, 210, 3), dtype=np.uint8)
 assert torch.equal(resize.bicubic(frames, (128, 176)), resize.torch_bicubic(frames, (128, 176)))
 """
@@ -153,6 +151,6 @@ def test_a_torch_that_rounds_in_another_order_is_followed():
 
 @pytest.mark.slow
 def test_torch_resizes_where_numba_is_missing_or_switched_off(tmp_path):
-    run("assert resize._kernel() is None", NUMBA_DISABLE_JIT="1")
+    run("assert compiled.load() is None", NUMBA_DISABLE_JIT="1")
     (tmp_path / "numba.py").write_text("raise ImportError('no numba here')")
-    run("assert resize._kernel() is None", PYTHONPATH=str(tmp_path))
+    run("assert compiled.load() is None", PYTHONPATH=str(tmp_path))

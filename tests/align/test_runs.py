@@ -3,9 +3,20 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_ext.align import compiled, runs
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRun, RunKind, find_runs
 
 NUM_FUZZED = 100_000
+
+
+@pytest.fixture(params=["numpy", "compiled"], autouse=True)
+def implementation(request, monkeypatch):
+    """Both ways to find runs; each test of this module takes both."""
+    kernels = compiled.load() if request.param == "compiled" else None
+    if request.param == "compiled" and kernels is None:
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr(runs.compiled, "loaded", lambda: kernels)
+    return request.param
 
 
 def reference(ids, grammar):
@@ -71,10 +82,46 @@ def test_equals_the_reference_on_fuzzed_sequences(grammar):
         assert list(find_runs(ids, grammar)) == reference(ids.tolist(), grammar), ids.tolist()
 
 
-def test_equals_the_reference_on_a_long_sequence(grammar):
-    rng = np.random.default_rng(1)
-    ids = rng.choice(np.array([5, 6, 7, 8]), 50_000, p=[0.6, 0.15, 0.15, 0.1])
+@pytest.mark.parametrize(
+    "weights", [[0.6, 0.15, 0.15, 0.1], [0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0]], ids=["mixed", "cut", "hollow"]
+)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_equals_the_reference_on_a_long_sequence(weights, dtype, grammar):
+    """More runs than there is room for at first, too."""
+    ids = np.random.default_rng(1).choice(np.array([5, 6, 7, 8], dtype=dtype), 50_000, p=weights)
     assert list(find_runs(ids, grammar)) == reference(ids.tolist(), grammar)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_runs_of_every_length_at_every_place_of_a_block(dtype, grammar):
+    """Blocks are skipped whole where nothing begins or ends: at each border something does, once."""
+    for length in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300):
+        for before in range(0, 140, 3):
+            for behind in (0, 1, 70):
+                ids = [8] * before + [6] + [5] * length + [7] + [8] * behind
+                for cut in (0, 1):
+                    array = np.array(ids[cut : len(ids) - cut], dtype=dtype)
+                    assert list(find_runs(array, grammar)) == reference(array.tolist(), grammar)
+
+
+def test_what_the_kernel_does_not_take_is_found_all_the_same(grammar, prompt):
+    ids = np.array(prompt(70, 3), dtype=np.int64)
+    expected = list(find_runs(ids, grammar))
+    strided = np.repeat(ids, 2)[::2]
+    assert not strided.flags.c_contiguous and list(find_runs(strided, grammar)) == expected
+    frozen = ids.copy()
+    frozen.flags.writeable = False
+    assert list(find_runs(frozen, grammar)) == expected
+    for dtype in (np.int16, np.uint32, np.uint8, ">i8"):
+        assert list(find_runs(ids.astype(dtype), grammar)) == expected
+
+
+@pytest.mark.parametrize("context_id", [2**31 + 5, -5])
+def test_ids_that_fit_only_one_of_the_types_are_not_taken_for_others(context_id, prompt, grammar):
+    ids = np.array(prompt(70, 3), dtype=np.int64)
+    ids[ids == 5] = context_id
+    other = Grammar(6, context_id, 7)
+    assert [run.length for run in find_runs(ids, other)] == [70, 3]
 
 
 @pytest.mark.parametrize(

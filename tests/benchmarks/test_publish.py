@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.publish import PLOT_FILE, markdown, scaling_plot
+from benchmarks.publish import PLOT_FILE, markdown, scaling_plot, with_costs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,6 +20,13 @@ def published():
 
 def test_the_page_is_generated_from_its_data_and_not_typed(published):
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == markdown(published)
+
+
+def test_the_readme_quotes_the_published_results(published):
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert readme == with_costs(readme, published)
+    with pytest.raises(ValueError, match="expected the lines"):
+        with_costs("# No table here", published)
 
 
 def test_the_plot_is_drawn_from_its_data_and_is_well_formed(published):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled part of `align.resize`: two passes over a strip of columns that stays in the processor's cache.
+"""What is compiled: `resize` for `align.resize`, `scan` for `align.runs`. Imported through `align.compiled` alone.
 
-torch computes `x0 w0 + x1 w1 + ...` in this order, in float32. After the first product some taps are rounded twice
-(product, then sum) and the last ones once (fused); which, is in `Axis.num_rounded`. Both passes here keep that order
-for every value and do it for many neighbours at a time.
+Resizing makes two passes over a strip of columns that stays in the processor's cache. torch computes
+`x0 w0 + x1 w1 + ...` in this order, in float32. After the first product some taps are rounded twice (product, then sum)
+and the last ones once (fused); which, is in `Axis.num_rounded`. Both passes keep that order for every value and do it
+for many neighbours at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ STRIP = 128
 """Columns of the result that are finished together."""
 TILE = 16
 """Columns that the horizontal pass writes back together: one cache line of float32."""
+BLOCK = 64
+"""Token ids that are skipped together when nothing begins or ends among them."""
+ROOM = 1024
+"""Runs that are made room for at first."""
+LANES = 16
+"""Those of a block in which something does: as many as fit one vector."""
 
 
 @intrinsic
@@ -118,3 +125,81 @@ def resize(
                 for channel in range(3):
                     for x in range(stop - start):
                         out[index, channel, y, start + x] = line[channel * STRIP + x]
+
+
+@njit(nogil=True, inline="always")
+def _goes_on(ids, start, length, inside, context_id, end_id):
+    """Whether tokens [start, start + length) are context tokens alone, if inside a run, else neither they nor ends."""
+    # Comparisons alone and an index that cannot be negative: what the compiler makes vector instructions of.
+    others, at = np.int32(0), np.uint64(start)
+    if inside:
+        for lane in range(length):
+            others |= np.int32(ids[at + np.uint64(lane)] != context_id)
+    else:
+        for lane in range(length):
+            token = ids[at + np.uint64(lane)]
+            others |= np.int32(token == context_id) | np.int32(token == end_id)
+    return others == 0
+
+
+@njit(nogil=True)
+def _fill(ids, start_id, context_id, end_id, kinds, empty, offsets, lengths, codes):
+    """Write the runs in `ids` [tokens] down in order; returns their number, -1 when there is not room for them."""
+    count, first, at = 0, -1, 0
+    while at < ids.size:
+        if at + BLOCK <= ids.size and _goes_on(ids, at, BLOCK, first >= 0, context_id, end_id):
+            at += BLOCK
+            continue
+        # No token ends more than one run, and the last one may be open.
+        if count + BLOCK >= offsets.size:
+            return -1
+        stop = min(at + BLOCK, ids.size)
+        while at < stop:
+            if at + LANES <= stop and _goes_on(ids, at, LANES, first >= 0, context_id, end_id):
+                at += LANES
+                continue
+            for index in range(at, min(at + LANES, stop)):
+                token = ids[index]
+                if token == context_id:
+                    if first < 0:
+                        first = index
+                elif first >= 0:
+                    opened = first > 0 and ids[first - 1] == start_id
+                    offsets[count], lengths[count] = first, index - first
+                    codes[count] = kinds[opened + 2 * (token == end_id)]
+                    count, first = count + 1, -1
+                elif token == end_id and index > 0 and ids[index - 1] == start_id:
+                    offsets[count], lengths[count], codes[count] = index, 0, empty
+                    count += 1
+            at += LANES
+        at = stop
+    if first >= 0:
+        opened = first > 0 and ids[first - 1] == start_id
+        offsets[count], lengths[count], codes[count] = first, ids.size - first, kinds[opened + 0]
+        count += 1
+    return count
+
+
+def _scan(ids, start_id, context_id, end_id, kinds, empty):
+    """Runs in `ids` [tokens]: offsets, lengths int64 [runs] and kinds int8 [runs], in order.
+
+    `kinds` [4] holds a code by "a start token before" + 2 * "an end token behind"; `empty` is that of `<img></img>`.
+    """
+    room = ROOM
+    while True:
+        offsets, lengths, codes = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int8)
+        count = _fill(ids, start_id, context_id, end_id, kinds, empty, offsets, lengths, codes)
+        if count >= 0:
+            return offsets[:count].copy(), lengths[:count].copy(), codes[:count].copy()
+        # Every token could be a run: rare enough to begin again.
+        room = ids.size + BLOCK + 1
+
+
+def _scanned(item):
+    ids = types.Array(item, 1, "C", readonly=True)
+    return types.Tuple((types.int64[::1], types.int64[::1], types.int8[::1]))(
+        ids, item, item, item, types.Array(types.int8, 1, "C", readonly=True), types.int8
+    )
+
+
+scan = njit([_scanned(types.int32), _scanned(types.int64)], nogil=True, cache=True)(_scan)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the compiled kernels, for those who gain from them.
+
+numba takes a second to import and some seconds to compile once per machine, so nothing here does so unasked: aligners
+and whoever resizes call `load`, and what only reads token ids takes the kernels where they are loaded already.
+Everything works without them, and gives the same values.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_tried = False
+_kernels: ModuleType | None = None
+
+
+def load() -> ModuleType | None:
+    """`align.kernels`, compiled; None where numba is missing, switched off or cannot compile them."""
+    global _tried, _kernels
+    with _lock:
+        if not _tried:
+            _kernels, _tried = _import(), True
+        return _kernels
+
+
+def loaded() -> ModuleType | None:
+    """`align.kernels` where `load` has brought them into this process."""
+    return _kernels
+
+
+def _import() -> ModuleType | None:
+    try:
+        import numba
+
+        if numba.config.DISABLE_JIT:
+            return None
+        from nemo_rl_ext.align import kernels
+    # Whatever a compiler may raise: numpy and torch do the work as well.
+    except Exception as error:
+        logger.info("no compiled kernels, resizing takes three times as long: %s", error)
+        return None
+    return kernels
