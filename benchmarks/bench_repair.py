@@ -24,6 +24,7 @@ from benchmarks.measure import (
     seconds,
     timing_table,
 )
+from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.grids import Size
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -196,6 +197,8 @@ def run(effort: Effort) -> Section:
     import torch
 
     torch.set_num_threads(1)
+    # As in an aligner, which loads the kernels when it starts.
+    compiled.load()
     cases, memory, worst = {}, [], {}
     with tempfile.TemporaryDirectory() as scratch:
         model_dir = write_processor(Path(scratch) / "checkpoint")

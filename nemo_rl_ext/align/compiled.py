@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the compiled kernels, for those who gain from them.
 
-numba takes a second to import and some seconds to compile once per machine, so nothing here does so unasked: aligners
-and whoever resizes call `load`, and what only reads token ids takes the kernels where they are loaded already.
-Everything works without them, and gives the same values.
+numba takes a second to import, and some seconds to compile once per machine, so nothing does so unasked: aligners call
+`load` when they start, and everything else takes the kernels where they are loaded. It works without them, too, and
+gives the same values.
 """
 
 from __future__ import annotations
@@ -39,9 +39,28 @@ def _import() -> ModuleType | None:
 
         if numba.config.DISABLE_JIT:
             return None
+        _own_no_dunder_names()
         from nemo_rl_ext.align import kernels
     # Whatever a compiler may raise: numpy and torch do the work as well.
     except Exception as error:
         logger.info("no compiled kernels, resizing takes three times as long: %s", error)
         return None
     return kernels
+
+
+def _own_no_dunder_names() -> None:
+    """Let llvmlite's library object claim functions of the library alone.
+
+    It answers every name, `__dict__` too, with a function. vLLM 0.32 on a CPU looks into the `__dict__` of whatever
+    is loaded when an engine starts, and would end there.
+    """
+    from llvmlite.binding import ffi
+
+    claims = type(ffi.lib).__getattr__
+
+    def __getattr__(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return claims(self, name)
+
+    type(ffi.lib).__getattr__ = __getattr__

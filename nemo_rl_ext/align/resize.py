@@ -4,7 +4,7 @@
 Resizing is most of a repair, and torch does it one value at a time. `kernels.resize` does it for many values at a
 time, with torch's own weights and in torch's own order of operations. That order is the compiler's who built torch, so
 nothing is taken for granted: a length is resized by the kernel only after it gave torch's values for that length on
-this machine. Where one bit differs, or numba is not installed, torch itself resizes.
+this machine. Where one bit differs, or the kernels are not loaded (`compiled`), torch itself resizes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def bicubic(frames: np.ndarray, size: Size) -> torch.Tensor:
 
     Not clamped: the values overshoot 0 and 255 at sharp edges, as the engine's do.
     """
-    kernels = compiled.load()
-    if kernels is not None and frames.shape[1:3] != size:
+    if compiled.loaded() is not None and frames.shape[1:3] != size:
         vertical, horizontal = _axis(frames.shape[1], size[0]), _axis(frames.shape[2], size[1])
         if vertical is not None and horizontal is not None:
             return _resized(frames, horizontal, vertical)
@@ -79,7 +78,7 @@ def _interpolate(pixels: torch.Tensor, size: Size) -> torch.Tensor:
 
 def _resized(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tensor:
     out = torch.empty(len(frames), 3, len(vertical.first), len(horizontal.first))
-    compiled.load().resize(
+    compiled.loaded().resize(
         np.ascontiguousarray(frames), *horizontal.arguments(), *vertical.arguments(), out.numpy()
     )
     return out

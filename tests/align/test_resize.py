@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_ext.align import resize
+from nemo_rl_ext.align import compiled, resize
 from nemo_rl_ext.align.resize import MAX_TAPS, bicubic, torch_bicubic
 
 pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels():
+    """As in an aligner."""
+    assert compiled.load() is not None
 
 
 @pytest.fixture
@@ -125,6 +131,7 @@ def test_windows_too_wide_for_a_proof_are_left_to_torch():
 CHECK = """
 import numpy as np, torch
 from nemo_rl_ext.align import compiled, resize
+kernels = compiled.load()
 frames = np.random.default_rng(0).integers(0, 256, (2, 150, 210, 3), dtype=np.uint8)
 assert torch.equal(resize.bicubic(frames, (128, 176)), resize.torch_bicubic(frames, (128, 176)))
 """
@@ -151,6 +158,21 @@ def test_a_torch_that_rounds_in_another_order_is_followed():
 
 @pytest.mark.slow
 def test_torch_resizes_where_numba_is_missing_or_switched_off(tmp_path):
-    run("assert compiled.load() is None", NUMBA_DISABLE_JIT="1")
+    run("assert kernels is None", NUMBA_DISABLE_JIT="1")
     (tmp_path / "numba.py").write_text("raise ImportError('no numba here')")
-    run("assert compiled.load() is None", PYTHONPATH=str(tmp_path))
+    run("assert kernels is None", PYTHONPATH=str(tmp_path))
+
+
+def test_what_is_loaded_can_be_looked_into():
+    """As an engine does that starts in this process: see `compiled`."""
+    for module in list(sys.modules.values()):
+        if module.__name__.partition(".")[0] in ("llvmlite", "numba"):
+            for value in list(vars(module).values()):
+                assert not hasattr(value, "__dict__") or hasattr(vars(value), "get"), (module, value)
+
+
+def test_an_import_alone_loads_no_compiler():
+    code = (
+        "import sys, nemo_rl_ext.align.turn, nemo_rl_ext.rollout.aligner; assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

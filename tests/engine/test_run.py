@@ -17,15 +17,8 @@ NUM_STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A tiny checkpoint and a demo manifest, shared by the runs of this module."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-    from nemo_rl_ext.manifest.demo import build_demo_manifest
-
-    folder = tmp_path_factory.mktemp("inputs")
-    build_tiny_checkpoint(folder / "checkpoint")
-    build_demo_manifest(folder, num_rows=40, num_validation_rows=6, seed=0)
-    return folder
+def inputs(make_inputs):
+    return make_inputs(40, 6)
 
 
 @pytest.fixture
@@ -33,23 +26,14 @@ def configure(inputs, tmp_path):
     from nemo_rl_ext.grpo.config import load_config
 
     def make(*overrides):
-        base = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
         fixed = [
-            f"policy.model_name={inputs}/checkpoint",
-            f"data.train.data_path={inputs}/train.jsonl",
-            f"data.validation.data_path={inputs}/validation.jsonl",
-            "policy.build_tiny_checkpoint=false",
-            "data.build_demo_manifest=false",
-            f"logger.log_dir={tmp_path}/run",
+            *inputs.overrides(tmp_path / "run"),
             f"grpo.max_num_steps={NUM_STEPS}",
             "grpo.num_prompts_per_step=10",
             "grpo.num_generations_per_prompt=4",
-            "grpo.val_at_start=false",
-            "grpo.val_period=0",
             "checkpointing.save_period=2",
-            "logger.tensorboard_enabled=false",
         ]
-        return load_config(base, [*fixed, *overrides])
+        return load_config(inputs.config, [*fixed, *overrides])
 
     return make
 
@@ -150,14 +134,14 @@ def test_nothing_is_left_running_after_a_failed_run(configure):
 
 
 def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, inputs, tmp_path):
-    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()[:10]]
+    rows = [json.loads(line) for line in (inputs.folder / "train.jsonl").read_text().splitlines()[:10]]
     media = tmp_path / "media"
     media.mkdir()
     for row in rows:
         for messages in (row["responses_create_params"]["input"], *row.get("turns", [])):
             for part in (part for message in messages for part in message["content"]):
                 for key in {"image_url", "video_url"} & set(part):
-                    source = inputs / part[key]
+                    source = inputs.folder / part[key]
                     (media / source.name).write_bytes(source.read_bytes())
                     part[key] = f"media/{source.name}"
     broken, victim = next(

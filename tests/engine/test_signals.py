@@ -5,54 +5,37 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 pytestmark = pytest.mark.engine
 
-CONFIG = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
-
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-    from nemo_rl_ext.manifest.demo import build_demo_manifest
-
-    folder = tmp_path_factory.mktemp("inputs")
-    build_tiny_checkpoint(folder / "checkpoint")
-    build_demo_manifest(folder, num_rows=16, num_validation_rows=2, seed=0)
-    return folder
+def inputs(make_inputs):
+    return make_inputs(16, 2)
 
 
 @pytest.fixture(scope="module")
 def policy(inputs):
     from nemo_rl_ext.grpo.policy import Policy
 
-    return Policy.from_pretrained(inputs / "checkpoint")
+    return Policy.from_pretrained(inputs.checkpoint)
 
 
 @pytest.fixture
 def started(inputs, tmp_path):
     """The command after its first step: the driver, everything it started, and its run directory."""
     overrides = [
-        f"policy.model_name={inputs}/checkpoint",
-        f"data.train.data_path={inputs}/train.jsonl",
-        f"data.validation.data_path={inputs}/validation.jsonl",
-        "policy.build_tiny_checkpoint=false",
-        "data.build_demo_manifest=false",
-        f"logger.log_dir={tmp_path}/run",
+        *inputs.overrides(tmp_path / "run"),
         "grpo.max_num_steps=1000",
         "grpo.num_prompts_per_step=4",
         "grpo.num_generations_per_prompt=2",
-        "grpo.val_at_start=false",
-        "grpo.val_period=0",
         "checkpointing.save_period=1",
-        "logger.tensorboard_enabled=false",
     ]
     with open(tmp_path / "output", "w") as output:
-        command = [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(CONFIG), *overrides]
+        command = [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(inputs.config), *overrides]
         driver = psutil.Popen(
             command,
             stdout=output,

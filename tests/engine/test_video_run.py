@@ -14,15 +14,9 @@ SIZES = ((96, 128), (128, 96), (90, 120), (112, 112), (80, 160))
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A tiny checkpoint and one cycle of the demo's rows, the overlong one included."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-    from nemo_rl_ext.manifest.demo import build_demo_manifest
-
-    folder = tmp_path_factory.mktemp("inputs")
-    build_tiny_checkpoint(folder / "checkpoint")
-    build_demo_manifest(folder, num_rows=61, num_validation_rows=24, seed=0)
-    return folder
+def inputs(make_inputs):
+    """One cycle of the demo's rows, the overlong one included."""
+    return make_inputs(61, 24)
 
 
 def clip_of(size, count, seed):
@@ -65,7 +59,7 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
     from nemo_rl_ext.grpo.requests import EngineConfig, GenerationRequest
     from nemo_rl_ext.grpo.vllm_engine import VllmEngine
 
-    model = str(inputs / "checkpoint")
+    model = str(inputs.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     prompt = np.array(tokenizer("<video>\n?", add_special_tokens=False).input_ids)
     clips = [
@@ -102,35 +96,26 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
 
 
 def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_named(inputs, tmp_path):
-    from pathlib import Path
-
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.loop import run_grpo
     from nemo_rl_ext.manifest.demo_layout import CYCLE, MOVING
 
-    rows = (inputs / "train.jsonl").read_text().splitlines()
-    manifest = inputs / "mixed.jsonl"
+    rows = (inputs.folder / "train.jsonl").read_text().splitlines()
+    manifest = inputs.folder / "mixed.jsonl"
     manifest.write_text("".join(rows[index] + "\n" for index in (*range(24), 60)))
     num_clips = sum(shape in MOVING for shape in CYCLE[:24])
     config = load_config(
-        Path(__file__).parents[2] / "configs" / "embedded_async.yaml",
+        inputs.config,
         [
-            f"policy.model_name={inputs}/checkpoint",
+            *inputs.overrides(tmp_path / "run"),
             f"data.train.data_path={manifest}",
-            f"data.validation.data_path={inputs}/validation.jsonl",
-            "policy.build_tiny_checkpoint=false",
-            "data.build_demo_manifest=false",
             "data.shuffle=false",
-            f"logger.log_dir={tmp_path}/run",
-            "logger.tensorboard_enabled=false",
             "logger.report_enabled=false",
             "checkpointing.enabled=false",
             "policy.generation.vllm_cfg.precision=float32",
             "grpo.max_num_steps=2",
             "grpo.num_prompts_per_step=25",
             "grpo.num_generations_per_prompt=2",
-            "grpo.val_at_start=false",
-            "grpo.val_period=0",
         ],
     )
     run_grpo(config, console=Console(quiet=True))
