@@ -4,6 +4,7 @@
 import base64
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -255,3 +256,13 @@ def test_report_prints_where_the_page_is(run_dir):
     assert done.stdout.strip() == str(run_dir / "report.html")
     done = cli("report", run_dir.parent)
     assert done.returncode == 2 and "metrics.jsonl" in done.stderr
+
+
+def test_the_page_about_looking_at_a_run_names_options_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
+    assert {"--json", "--strict", "--version", "--quiet"} <= named
+    helps = "".join(
+        cli(*arguments).stdout for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"))
+    )
+    assert sorted(named - set(re.findall(r"--[a-z][a-z-]+", helps))) == []
