@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import logging
@@ -20,7 +19,7 @@ from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.turn import AlignedTurn, align_turn
+from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, TurnRequest
 from nemo_rl_ext.rollout.cache import RecentlyUsed, RenderCache
@@ -127,32 +126,7 @@ class NemoRLAligner(RolloutAligner):
                 aligned = self._judge(turn, media, processed.grids if processed else None, items)
             if not aligned.changed:
                 return AlignedTurn(tensors=processed, report=aligned.report, changed=False)
-        elapsed = (time.perf_counter() - started) * 1e3 if aligned.changed else 0.0
-        report = dataclasses.replace(aligned.report, repair_ms=elapsed)
-        tensors = aligned.tensors if aligned.changed else None
-        if tensors is not None:
-            key = (tuple((source.ref, source.kind) for source in turn.media), tensors.grids, report.neutral)
-            tensors = shared.setdefault(key, self._with_extra_keys(tensors))
-        return AlignedTurn(tensors=tensors, report=report, changed=aligned.changed)
-
-    def _judge(
-        self,
-        turn: TurnRequest,
-        media: Sequence[MediaItem],
-        static: tuple[Grid, ...] | None,
-        items: dict[MediaSource, MediaItem],
-    ) -> AlignedTurn:
-        return align_turn(
-            turn.token_ids,
-            media,
-            family=self.family,
-            static=None if static is None else MediaTensors(grids=static, values={}),
-            captured=turn.captured,
-            request=self._engine_request(turn, items),
-            render=self.render,
-            row_id=turn.row_id,
-            turn=turn.turn,
-        )
+        return self._result(turn, aligned, started, shared)
 
     def _item(self, source: MediaSource, items: dict[MediaSource, MediaItem]) -> MediaItem:
         if source not in items:
@@ -242,7 +216,7 @@ class NemoRLAligner(RolloutAligner):
             )
         return extra
 
-    def _with_extra_keys(self, tensors: MediaTensors) -> MediaTensors:
+    def _completed(self, tensors: MediaTensors) -> MediaTensors:
         extra = {key: value.repeat(len(tensors.grids)) for key, value in self._extra_keys.items()}
         return MediaTensors(grids=tensors.grids, values={**tensors.values, **extra})
 

@@ -173,14 +173,24 @@ class RolloutAligner:
                 self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)
             ]
 
+        aligned = self._judge(turn, media, turn.static_grids, items)
+        return self._result(turn, aligned, started, shared)
+
+    def _judge(
+        self,
+        turn: TurnRequest,
+        media: Sequence[MediaItem],
+        static_grids: tuple[Grid, ...] | None,
+        items: dict[MediaSource, MediaItem],
+    ) -> AlignedTurn:
+        """Align a turn against static grids; a tie is judged once more with the whole engine request."""
+
         def align(request: EngineRequest | None = None) -> AlignedTurn:
             return align_turn(
                 turn.token_ids,
                 media,
                 family=self.family,
-                static=None
-                if turn.static_grids is None
-                else MediaTensors(grids=turn.static_grids, values={}),
+                static=None if static_grids is None else MediaTensors(grids=static_grids, values={}),
                 captured=turn.captured,
                 request=request,
                 render=self.render,
@@ -194,13 +204,29 @@ class RolloutAligner:
             request := self._engine_request(turn, items)
         ):
             aligned = align(request)
-        elapsed = (time.perf_counter() - started) * 1e3 if aligned.changed else 0.0
-        report = dataclasses.replace(aligned.report, repair_ms=elapsed)
-        tensors = aligned.tensors if aligned.changed else None
+        return aligned
+
+    def _result(
+        self, turn: TurnRequest, aligned: AlignedTurn, started: float, shared: dict[Any, MediaTensors]
+    ) -> AlignedTurn:
+        """What is sent back: tensors only where they are not the static ones, and once for equal repairs."""
+        if not aligned.changed:
+            report = dataclasses.replace(aligned.report, repair_ms=0.0)
+            return AlignedTurn(tensors=None, report=report, changed=False)
+        tensors = aligned.tensors
         if tensors is not None:
-            key = (tuple((source.ref, source.kind) for source in turn.media), tensors.grids, report.neutral)
-            tensors = shared.setdefault(key, tensors)
-        return AlignedTurn(tensors=tensors, report=report, changed=aligned.changed)
+            key = (
+                tuple((source.ref, source.kind) for source in turn.media),
+                tensors.grids,
+                aligned.report.neutral,
+            )
+            tensors = shared.setdefault(key, self._completed(tensors))
+        report = dataclasses.replace(aligned.report, repair_ms=(time.perf_counter() - started) * 1e3)
+        return AlignedTurn(tensors=tensors, report=report, changed=True)
+
+    def _completed(self, tensors: MediaTensors) -> MediaTensors:
+        """Tensors of a repair as the training side wants them."""
+        return tensors
 
     def _engine_request(self, turn: TurnRequest, items: dict[MediaSource, MediaItem]) -> EngineRequest | None:
         if turn.max_model_len is None:
