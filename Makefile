@@ -44,3 +44,4 @@ bench: setup
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: run ruff format ." >&2; exit 1; }
