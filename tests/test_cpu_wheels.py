@@ -34,6 +34,7 @@ def is_mismatched() -> bool:
 mismatched = pytest.mark.skipif(not is_mismatched(), reason="torchvision matches torch here, nothing to cure")
 
 
+@pytest.mark.slow
 @mismatched
 def test_companions_import_with_the_cure():
     done = run(

@@ -18,6 +18,7 @@ def bench(*arguments):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_light_benchmarks_print_tables_and_write_json(tmp_path):
     path = tmp_path / "results.json"
     done = bench("runs", "grids", "--quick", "--rounds", "3", "--json", str(path))

@@ -173,7 +173,9 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
             ray.kill(handle)
 
 
-def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_flags=True, first=0):
+def rollout_in_driver(
+    config, processor, train, gym, *, generations=2, honour_flags=True, first=0, tables=False
+):
     """NeMo-RL's synchronous rollout of two rows, as training without a collector and validation run it."""
     from nemo_rl.data.collate_fn import rl_collate_fn
     from nemo_rl.experience.rollouts import attach_initial_nemo_gym_image_payloads, run_nemo_gym_rollout_sync
@@ -188,7 +190,7 @@ def rollout_in_driver(config, processor, train, gym, *, generations=2, honour_fl
         tokenizer=processor.tokenizer,
         task_to_env={"nemo_gym": gym},
         generation_config={**config.policy["generation"], "stop_token_ids": None, "stop_strings": None},
-        log_full_result_tables=False,
+        log_full_result_tables=tables,
         max_seq_len=config.policy["max_total_sequence_length"],
         mask_env_flagged_samples=honour_flags,
         deduplicate_multimodal_data=dedup,

@@ -185,6 +185,39 @@ def test_rollouts_in_the_driver_are_aligned_too(
 
 
 @pytest.mark.slow
+def test_what_nemo_rls_own_collection_stores_can_be_inspected(
+    tmp_path, ray_head, installed, nemo_rl_root, checkpoint, monkeypatch
+):
+    """NeMo-RL pops the token ids of what it logs and keeps their text."""
+    from nemo_rl_ext.media.policy import MediaPolicy
+    from nemo_rl_ext.report.inspection import InspectConfig, Inspector
+
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        [
+            gym_edge.image_row(urls(OVER_BUDGET["sizes"]), OVER_BUDGET["runs"], id="over-budget"),
+            gym_edge.image_row(urls([(160, 320)], 7), [[50], [49]], id="infeasible"),
+        ],
+    )
+    config = image_recipe(nemo_rl_root, checkpoint, rows, dedup=False)
+    processor, train, gym = prepare(config, monkeypatch, "EdgeAlignedNemoGym")
+    try:
+        metrics = rollout_in_driver(config, processor, train, gym, tables=True).rollout_metrics
+    finally:
+        ray.kill(gym)
+    # As `collect_trajectories` of NeMo-RL's example writes its file.
+    lines = [entry[0] for key, table in metrics.items() if "full_result" in key for entry in table.data]
+    stored = tmp_path / "trajectory_collection.jsonl"
+    stored.write_text("".join(line + "\n" for line in lines))
+    assert len(lines) == 4 and "prompt_token_ids" not in stored.read_text()
+    settings = InspectConfig(model_dir=checkpoint, policy=MediaPolicy(roots=(tmp_path,)), base_dir=tmp_path)
+    results = list(Inspector(settings).rows(stored))
+    assert sorted(result.outcome for result in results) == ["masked", "matched", "matched", "repaired"]
+    (repaired,) = [result for result in results if result.outcome == "repaired"]
+    assert repaired.turns[0].found == (18, 18, 18)
+
+
+@pytest.mark.slow
 def test_a_refused_verdict_crosses_as_nemo_rls_data_failure(
     tmp_path, ray_head, installed, nemo_rl_root, checkpoint, monkeypatch
 ):

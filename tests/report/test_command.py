@@ -221,6 +221,7 @@ def test_rows_are_read_one_at_a_time(rows, tmp_path):
     assert len(list(reading)) == 2, "a line that is written while the file is read is still seen"
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_lines_and_an_exit_code_for_ci(rows, tmp_path, checkpoint):
     path = write(tmp_path / "all.jsonl", rows.values())
     done = cli("inspect", path, "--model", checkpoint, "--json")
@@ -242,6 +243,7 @@ def test_the_table_names_rows_reasons_and_what_to_do(rows, tmp_path, checkpoint)
     assert "run_count x1" in done.stdout and "chat template" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_checkpoint_or_file_is_one_line(rows, tmp_path, checkpoint):
     path = write(tmp_path / "r.jsonl", rows.values())
     done = cli("inspect", path, "--model", tmp_path)
@@ -250,6 +252,7 @@ def test_a_wrong_checkpoint_or_file_is_one_line(rows, tmp_path, checkpoint):
     assert done.returncode == 2 and "none.jsonl" in done.stderr
 
 
+@pytest.mark.slow
 def test_report_prints_where_the_page_is(run_dir):
     done = cli("report", run_dir)
     assert done.returncode == 0, done.stderr
