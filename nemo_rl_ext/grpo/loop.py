@@ -115,6 +115,7 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
                 "timing/wait_for_rollouts_s": waited,
             }
             log.step(done, record)
+            log.turns(done, metrics.turn_samples)
             for offence in metrics.new_offences():
                 log.offence(done, offence)
             log.show(done, grpo.max_num_steps, record)
@@ -135,7 +136,12 @@ def _account(
     rewards = []
     for group in groups:
         for rollout in group.rollouts:
-            metrics.add_row(rollout.aligned, masked=rollout.masked, extra_reasons=rollout.extra_reasons)
+            metrics.add_row(
+                rollout.aligned,
+                masked=rollout.masked,
+                extra_reasons=rollout.extra_reasons,
+                row_id=rollout.row_id,
+            )
             window.add(rollout.reasons, masked=rollout.masked)
             if not rollout.masked:
                 rewards.append(rollout.reward)

@@ -205,6 +205,8 @@ def _row(story: RowStory, *, rest: bool) -> str:
     media = "<br>".join(_medium(item) for item in story.media)
     if story.num_media > len(story.media):
         media += f"<br>and {story.num_media - len(story.media)} more"
+    counted = story.num_expected or story.num_found
+    tokens = f"{story.num_expected:,} → {story.num_found:,}" if counted else ""
     steps = ", ".join(map(str, story.steps[:6])) + (
         f" and {len(story.steps) - 6} more" if len(story.steps) > 6 else ""
     )
@@ -212,7 +214,7 @@ def _row(story: RowStory, *, rest: bool) -> str:
         f'<tr{" class=rest" if rest else ""}><td data-label=""><b>{_text(story.row_id)}</b>, turn {story.turn}</td>'
         f'<td data-label="">{_badge(story.outcome)}</td><td data-label="Why">{reasons}{detail}</td>'
         f'<td data-label="Media">{media}</td>'
-        f'<td class="number" data-label="Tokens">{story.num_expected:,} → {story.num_found:,}</td>'
+        f'<td class="number" data-label="Tokens">{tokens}</td>'
         f'<td class="number" data-label="Rollouts">{story.rollouts}</td><td data-label="Steps">{steps}</td></tr>'
     )
 

@@ -80,10 +80,12 @@ class AlignmentMetrics:
         *,
         masked: bool = False,
         extra_reasons: Mapping[Reason, str] | None = None,
+        row_id: str = "",
     ) -> bool:
         """Count the aligned turns of one row; returns whether the row must be masked.
 
-        `masked` says that the row is masked for a reason outside its turns, told in `extra_reasons`.
+        `masked` says that the row is masked for a reason outside its turns, told in `extra_reasons`; `row_id` is what
+        those are reported under.
 
         Raises:
             MediaAlignmentError: for a verdict that the configuration wants raised.
@@ -105,7 +107,20 @@ class AlignmentMetrics:
                 self._note(Offence(reason=reason, story=str(report), report=report))
             self._raise_if_asked(report)
         for reason, text in (extra_reasons or {}).items():
-            self._note(Offence(reason=reason, story=f"{text}. {reason.value}: {reason.advice}"))
+            report = TurnReport(
+                row_id=row_id,
+                turn=0,
+                media=(),
+                expected=(),
+                found=(),
+                neutral=reason is Reason.GENERATION_FAILED,
+                reason=reason,
+                detail=text,
+            )
+            self._turns.add(AlignedTurn(tensors=None, report=report, changed=False))
+            self._note(
+                Offence(reason=reason, story=f"{text}. {reason.value}: {reason.advice}", report=report)
+            )
         self._sums["rows"] += 1
         self._sums["rows_masked"] += masked
         return masked

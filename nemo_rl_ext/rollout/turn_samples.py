@@ -46,7 +46,11 @@ class TurnSamples:
         """The step's turns, masked first, then the slowest, then matched ones; gathering starts again."""
         samples, self._samples = list(self._samples.values()), {}
         samples.sort(key=lambda sample: (not sample.report.neutral, -sample.repair_ms))
-        changed = [sample for sample in samples if sample.report.neutral or sample.report.repaired]
-        matched = [sample for sample in samples if not (sample.report.neutral or sample.report.repaired)]
-        matched = matched[:MAX_MATCHED]
+        changed = [sample for sample in samples if _tells(sample.report)]
+        matched = [sample for sample in samples if not _tells(sample.report)][:MAX_MATCHED]
         return changed[: MAX_TURNS - len(matched)] + matched
+
+
+def _tells(report: TurnReport) -> bool:
+    """Whether there is more to say of a turn than that it matched."""
+    return report.neutral or report.repaired or bool(report.reasons())

@@ -38,8 +38,12 @@ def configure(inputs, tmp_path):
     return make
 
 
+def lines(config, name):
+    return [json.loads(line) for line in (config.logger.log_dir / name).read_text().splitlines()]
+
+
 def records(config):
-    return [json.loads(line) for line in (config.logger.log_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines(config, "metrics.jsonl")
 
 
 def run(config, **kwargs):
@@ -68,8 +72,16 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
     assert list((config.logger.log_dir / "tensorboard").iterdir())
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step_000002", "step_000003"]
 
+    turns = lines(config, "turns.jsonl")
+    assert {turn["step"] for turn in turns} == {1, 2, 3}
+    assert any("resized" in turn["reasons"] and not turn["neutral"] for turn in turns)
+    page = (config.logger.log_dir / "report.html").read_text()
+    shown = page[page.index("Which rows were repaired or masked") : page.index("First offences in full")]
+    assert shown.count("<tr") > 5 and all(turn["row_id"] in shown for turn in turns if turn["neutral"])
+
     longer = configure("grpo.max_num_steps=4")
     run(longer, resume=True)
+    assert {turn["step"] for turn in lines(longer, "turns.jsonl")} == {1, 2, 3, 4}
     assert [record["step"] for record in records(longer)] == [1, 2, 3, 4]
     assert not any(path.name.startswith(".") for path in config.checkpoint_dir.iterdir())
 

@@ -66,3 +66,19 @@ def test_a_flushed_step_leaves_its_turns_and_nothing_grows_when_nobody_reads_the
     metrics.add_row([dataclasses.replace(aligned("r2"), changed=False)])
     metrics.flush()
     assert [sample.report.row_id for sample in metrics.turn_samples] == ["r2"]
+
+
+def test_a_row_that_is_masked_or_split_outside_its_turns_is_written_down_too():
+    metrics = AlignmentMetrics()
+    lost = {Reason.GENERATION_FAILED: "row 'long' (train.jsonl:7): the prompt has 9000 tokens"}
+    split = {Reason.EARLIER_TURN_RESIZED: "row 'two': media 0 had 252 tokens in turn 0 and 165 in turn 1"}
+    for _ in range(4):
+        metrics.add_row([], masked=True, extra_reasons=lost, row_id="long")
+        metrics.add_row([aligned("two")], extra_reasons=split, row_id="two")
+    metrics.flush()
+    first, second, third = metrics.turn_samples
+    assert (first.report.row_id, first.rollouts, first.report.neutral) == ("long", 4, True)
+    assert "train.jsonl:7" in first.report.detail
+    told = {sample.report.reasons() for sample in (second, third)}
+    assert told == {(Reason.RESIZED,), (Reason.EARLIER_TURN_RESIZED,)}
+    assert metrics.first_offences[Reason.GENERATION_FAILED].report.row_id == "long"
