@@ -169,7 +169,8 @@ def _lead(summary: Summary) -> str:
     else:
         sentences.append(f"All {summary.rows:,} rollouts were trained on; none had to be masked.")
     sentences.append(
-        f"The aligners worked {summary.repair_ms / 1e3:.1f} s for {summary.step_s:,.0f} s of training."
+        f"The aligners worked {summary.repair_ms / 1e3:.1f} s for {summary.step_s:,.0f} s of training "
+        f"({summary.repair_share:.1%})."
     )
     return " ".join(sentences)
 
