@@ -153,15 +153,12 @@ def resize_table(effort: Effort) -> Table:
         timings = alternate(calls, rounds=effort.rounds)
         for name, call in calls.items():
             other = float((call().to(torch.float32) != engine).float().mean())
-            compared = (
-                "baseline" if call is calls["torch, float32 (the engine's)"] else ratio(timings[name].ratio)
-            )
             rows.append(
                 (
                     f"{size[1]}x{size[0]} to {new[1]}x{new[0]}",
                     name,
                     seconds(timings[name].median),
-                    compared,
+                    "baseline" if name == next(iter(calls)) else ratio(timings[name].ratio),
                     f"{other:.1%}" if other else "none",
                 )
             )

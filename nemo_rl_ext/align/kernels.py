@@ -92,8 +92,7 @@ def resize(
     """uint8 `frames` [frames, height, width, 3] -> float32 `out` [frames, 3, new height, new width]."""
     height, width = frames.shape[1], frames.shape[2]
     new_height, new_width = y_first.size, x_first.size
-    columns = np.empty((width, 3 * ROWS), np.float32)
-    columns[:] = 0
+    columns = np.zeros((width, 3 * ROWS), np.float32)
     tile = np.empty((TILE, 3 * ROWS), np.float32)
     strip = np.zeros((height, 3 * STRIP), np.float32)
     line = np.empty(3 * STRIP, np.float32)

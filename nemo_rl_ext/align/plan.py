@@ -116,9 +116,8 @@ def _empty_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Rea
     if not len(empty):
         return None
     pruned = any(item.kind == "video" for item in items) and len(empty) < len(runs)
-    return (
-        Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN
-    ), f"{len(empty)} of {len(runs)} runs are empty"
+    reason = Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN
+    return reason, f"{len(empty)} of {len(runs)} runs are empty"
 
 
 def _split(values: tuple[int, ...], counts: Sequence[int]) -> list[tuple[int, ...]]:

@@ -119,9 +119,9 @@ def _turn_ids(generated: Sequence[dict[str, Any]], encode: Encode) -> Iterator[t
         if not isinstance(text, str) or not isinstance(answer_text, str):
             raise StoredRowError("prompt_str and generation_str: expected text")
         goes_on = text.startswith(said)
-        new = _ids(list(encode(text[len(said) :] if goes_on else text)), "prompt_str")
+        new = _ids(encode(text[len(said) :] if goes_on else text), "prompt_str")
         prompt = np.concatenate((ids, new)) if goes_on else new
-        answer = _ids(list(encode(answer_text)), "generation_str")
+        answer = _ids(encode(answer_text), "generation_str")
         said, ids = text + answer_text, np.concatenate((prompt, answer))
         yield prompt, answer
 

@@ -211,8 +211,7 @@ class RolloutAligner:
     ) -> AlignedTurn:
         """What is sent back: tensors only where they are not the static ones, and once for equal repairs."""
         if not aligned.changed:
-            report = dataclasses.replace(aligned.report, repair_ms=0.0)
-            return AlignedTurn(tensors=None, report=report, changed=False)
+            return AlignedTurn(tensors=None, report=aligned.report, changed=False)
         tensors = aligned.tensors
         if tensors is not None:
             key = (
