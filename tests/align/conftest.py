@@ -3,10 +3,20 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import DynamicTiler
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import Grammar
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def kernels_or_not(request, monkeypatch):
+    """A test that takes it runs with numpy and torch alone, and with the compiled kernels."""
+    kernels = compiled.load() if request.param == "compiled" else None
+    if request.param == "compiled" and kernels is None:
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr(compiled, "loaded", lambda: kernels)
 
 
 @pytest.fixture

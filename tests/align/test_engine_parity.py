@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
@@ -91,16 +90,7 @@ def engine():
     return process
 
 
-@pytest.fixture(params=["torch", "compiled"])
-def resizing(request, monkeypatch):
-    """Both ways to resize."""
-    kernels = compiled.load() if request.param == "compiled" else None
-    if request.param == "compiled" and kernels is None:
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr(compiled, "loaded", lambda: kernels)
-
-
-@pytest.mark.usefixtures("resizing")
+@pytest.mark.usefixtures("kernels_or_not")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_equal_the_engines_bit_for_bit(kind, dtype, engine, make_family):

@@ -3,20 +3,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_ext.align import compiled, runs
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRun, RunKind, find_runs
 
 NUM_FUZZED = 100_000
 
 
-@pytest.fixture(params=["numpy", "compiled"], autouse=True)
-def implementation(request, monkeypatch):
-    """Both ways to find runs; each test of this module takes both."""
-    kernels = compiled.load() if request.param == "compiled" else None
-    if request.param == "compiled" and kernels is None:
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr(runs.compiled, "loaded", lambda: kernels)
-    return request.param
+pytestmark = pytest.mark.usefixtures("kernels_or_not")
 
 
 def reference(ids, grammar):

@@ -25,6 +25,14 @@ OVER_BUDGET = {"sizes": [(160, 320)] * 3, "runs": [[50, 50, 50], [18, 18, 18]]}
 SINGLE = {"sizes": [(480, 640)], "runs": [[300], [120]]}
 
 
+def over_budget_and_infeasible():
+    """Two prompts: of their four rollouts two match, one is repaired and one cannot be explained."""
+    return [
+        gym_edge.image_row(urls(OVER_BUDGET["sizes"]), OVER_BUDGET["runs"], id="over-budget"),
+        gym_edge.image_row(urls([(160, 320)], 7), [[50], [49]], id="infeasible"),
+    ]
+
+
 @pytest.fixture
 def rows(tmp_path):
     return write_rows(
@@ -158,13 +166,7 @@ def test_rollouts_in_the_driver_are_aligned_too(
     tmp_path, ray_head, installed, nemo_rl_root, checkpoint, monkeypatch
 ):
     """Synchronous training and all validation collect in the driver, which unpickles the records itself."""
-    rows = write_rows(
-        tmp_path / "rows.jsonl",
-        [
-            gym_edge.image_row(urls(OVER_BUDGET["sizes"]), OVER_BUDGET["runs"], id="over-budget"),
-            gym_edge.image_row(urls([(160, 320)], 7), [[50], [49]], id="infeasible"),
-        ],
-    )
+    rows = write_rows(tmp_path / "rows.jsonl", over_budget_and_infeasible())
     config = image_recipe(nemo_rl_root, checkpoint, rows, dedup=True)
     processor, train, gym = prepare(config, monkeypatch, "EdgeAlignedNemoGym")
     try:
@@ -192,13 +194,7 @@ def test_what_nemo_rls_own_collection_stores_can_be_inspected(
     from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.report.inspection import InspectConfig, Inspector
 
-    rows = write_rows(
-        tmp_path / "rows.jsonl",
-        [
-            gym_edge.image_row(urls(OVER_BUDGET["sizes"]), OVER_BUDGET["runs"], id="over-budget"),
-            gym_edge.image_row(urls([(160, 320)], 7), [[50], [49]], id="infeasible"),
-        ],
-    )
+    rows = write_rows(tmp_path / "rows.jsonl", over_budget_and_infeasible())
     config = image_recipe(nemo_rl_root, checkpoint, rows, dedup=False)
     processor, train, gym = prepare(config, monkeypatch, "EdgeAlignedNemoGym")
     try:
