@@ -89,8 +89,8 @@ def write_manifest(folder: Path, num_rows: int) -> Path:
 
 def measured_step(run: Any, rows: Sequence[Any], *, enabled: bool, version: int) -> Step:
     """Collect, account, train and refit, one after the other, so that nothing hides behind anything."""
-    from nemo_rl_ext.grpo.assembly import GroupAssembly
-    from nemo_rl_ext.grpo.trainer import train_step
+    from nemo_rl_ext.grpo.collecting.assembly import GroupAssembly
+    from nemo_rl_ext.grpo.training.trainer import train_step
     from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
     collector = run.collector

@@ -34,7 +34,7 @@ def make_checkpoint(folder: Path) -> Path:
     """The embedded run's tiny checkpoint with the released models' patch limits."""
     import json
 
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     model_dir = build_tiny_checkpoint(folder)
     path = model_dir / "preprocessor_config.json"

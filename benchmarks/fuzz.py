@@ -33,7 +33,7 @@ PER_TASK, PER_FORWARD = 5_000, 50
 
 def tiny_family(folder: Path) -> Path:
     """A tiny checkpoint whose images stay small: 1 to 16 tokens."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     return build_tiny_checkpoint(folder / "checkpoint", min_num_patches=4, max_num_patches=64)
 
@@ -70,8 +70,8 @@ def _count(counts: Counter[str], turn: Turn, report: TurnReport, source: Rollout
 
 def judge_tensors(model_dir: Path, seed: int, count: int) -> Counter[str]:
     """`count` rollouts to their tensors and through the policy's forward, one row per turn."""
-    from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
-    from nemo_rl_ext.grpo.policy import Policy
+    from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.policy import Policy
 
     source = Rollouts(
         NemotronFamily.from_pretrained(model_dir, layout=Layout.NATIVE), seed, broken_share=0.02

@@ -3,6 +3,7 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,3 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("engine"):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `make setup` installs it"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny float32 checkpoint; read-only, one for the whole test run."""
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
+
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")

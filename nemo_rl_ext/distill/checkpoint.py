@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_ext.distill.config import DistillConfig
-from nemo_rl_ext.grpo.weights import LAYER_SCALE
+from nemo_rl_ext.models.weights import LAYER_SCALE
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.distill import context_parallel
 from nemo_rl_ext.distill.batch import MicroBatch
 from nemo_rl_ext.distill.parallel import Ranks
-from nemo_rl_ext.grpo.encode import encode_media
-from nemo_rl_ext.grpo.weights import LAYER_SCALE
+from nemo_rl_ext.models.vision import encode_media
+from nemo_rl_ext.models.weights import LAYER_SCALE
 
 logger = logging.getLogger(__name__)
 # Its bars for loading and writing shards would tear the progress lines of a run.
@@ -190,7 +189,14 @@ class Scorer:
         model = self.model
         embeddings = model.get_input_embeddings()(batch.ids)
         # The media fields of a batch are all that it reads.
-        features = torch.cat(encode_media(model, SimpleNamespace(**{"num_frames": None, **batch.media})))
+        features = torch.cat(
+            encode_media(
+                model,
+                batch.media["pixel_values"],
+                batch.media["image_grid_hw"],
+                batch.media.get("num_frames"),
+            )
+        )
         where = batch.ids == model.config.image_token_id
         if int(where.sum()) != len(features):
             raise ValueError(

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import numpy as np
 import typer
 
-from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-from nemo_rl_ext.grpo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, save_byte_tokenizer
+from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
+from nemo_rl_ext.models.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, save_byte_tokenizer
 
 logger = logging.getLogger(__name__)
 

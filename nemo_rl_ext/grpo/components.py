@@ -11,14 +11,14 @@ import torch
 
 from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.runs import Grammar
-from nemo_rl_ext.grpo.assembly import AlignmentOptions
+from nemo_rl_ext.grpo.collecting.assembly import AlignmentOptions
+from nemo_rl_ext.grpo.collecting.gym import in_process_scorer
+from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig
+from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.config import Config
-from nemo_rl_ext.grpo.gym import in_process_scorer
-from nemo_rl_ext.grpo.gym_servers import GymConfig
-from nemo_rl_ext.grpo.player import Sampling
-from nemo_rl_ext.grpo.policy import Policy
-from nemo_rl_ext.grpo.requests import EngineConfig
-from nemo_rl_ext.grpo.trainer import LossOptions
+from nemo_rl_ext.grpo.engine.requests import EngineConfig
+from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.grpo.training.trainer import LossOptions
 from nemo_rl_ext.guards.sampling import media_token_ban
 from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow

@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 
 from nemo_rl_ext.align.verdict import MediaAlignmentError
-from nemo_rl_ext.grpo.buffer import TrajectoryBuffer
+from nemo_rl_ext.grpo.collecting.buffer import TrajectoryBuffer
+from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
 from nemo_rl_ext.grpo.config import Config
-from nemo_rl_ext.grpo.rollouts import PromptGroup
 from nemo_rl_ext.grpo.run_log import RunLog, accuracy_line
 from nemo_rl_ext.grpo.setup import Run, prepare, start
-from nemo_rl_ext.grpo.trainer import train_step
-from nemo_rl_ext.grpo.weight_history import WeightHistory
+from nemo_rl_ext.grpo.training.trainer import train_step
+from nemo_rl_ext.grpo.training.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
 
 logger = logging.getLogger(__name__)

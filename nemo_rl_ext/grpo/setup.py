@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint, require_checkpoint
-from nemo_rl_ext.grpo.collector import Collector
+from nemo_rl_ext.grpo.collecting.collector import Collector
+from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
+from nemo_rl_ext.grpo.collecting.gym_servers import start_gym
+from nemo_rl_ext.grpo.collecting.player import Player, Sampling
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
+from nemo_rl_ext.grpo.collecting.row_order import steps_of
 from nemo_rl_ext.grpo.components import (
     aligner_config,
     alignment_options,
@@ -26,22 +30,18 @@ from nemo_rl_ext.grpo.components import (
     sampling_of,
 )
 from nemo_rl_ext.grpo.config import Config
-from nemo_rl_ext.grpo.endpoint import Completions, serve
-from nemo_rl_ext.grpo.engine import start_engine
-from nemo_rl_ext.grpo.engine_client import EngineClient
-from nemo_rl_ext.grpo.gym_player import GymPlayer
-from nemo_rl_ext.grpo.gym_servers import start_gym
+from nemo_rl_ext.grpo.engine.actor import start_engine
+from nemo_rl_ext.grpo.engine.client import EngineClient
+from nemo_rl_ext.grpo.engine.endpoint import Completions, serve
 from nemo_rl_ext.grpo.keeper import keeper
-from nemo_rl_ext.grpo.player import Player, Sampling
-from nemo_rl_ext.grpo.policy import Policy
-from nemo_rl_ext.grpo.prompts import PromptRenderer
-from nemo_rl_ext.grpo.row_order import steps_of
-from nemo_rl_ext.grpo.trainer import LossOptions
+from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.grpo.training.trainer import LossOptions
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint, require_checkpoint
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)

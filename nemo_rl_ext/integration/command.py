@@ -18,6 +18,6 @@ def launch(
     ] = None,
 ) -> None:
     """Run a NeMo-RL script, with media alignment where its recipe asks for it."""
-    from nemo_rl_ext.launch import run
+    from nemo_rl_ext.integration.launch import run
 
     run(script, arguments or [])

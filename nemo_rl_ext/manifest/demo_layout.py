@@ -14,7 +14,7 @@ from nemo_rl_ext.manifest.demo_pictures import ODD_KINDS, PHOTOGRAPHS, Picture
 
 ANSWERS = ("l", "r")
 
-# The arithmetic and the context of the demo's checkpoint and engine (grpo/checkpoint.py, configs/).
+# The arithmetic and the context of the demo's checkpoint and engine (models/checkpoint.py, configs/).
 TILER = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024)
 MAX_MODEL_LEN = 512
 # vLLM keeps four positions of the context back from the images of a request.

@@ -306,7 +306,7 @@ def test_times_that_several_frames_share_need_the_samplers_word():
 def test_grids_text_and_pixels_equal_vllms_on_real_sizes(make_family, per_tubelet, tmp_path_factory):
     """20 (frames, size) combinations: vLLM's own prompt text aligns, and its pixels are ours, bit for bit."""
     processors = pytest.importorskip("vllm.transformers_utils.processors.nano_nemotron_vl")
-    from nemo_rl_ext.grpo.tokenizer import build_byte_tokenizer
+    from nemo_rl_ext.models.tokenizer import build_byte_tokenizer
 
     tokenizer = build_byte_tokenizer()
     rng = np.random.default_rng(per_tubelet)

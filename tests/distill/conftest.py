@@ -47,7 +47,7 @@ def text_models(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def vlm_models(tmp_path_factory) -> tuple[Path, Path]:
     """(student, teacher), tiny NemotronH-Omni checkpoints with different random weights."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     root = tmp_path_factory.mktemp("vlm_models")
     return build_tiny_checkpoint(root / "student", seed=1), build_tiny_checkpoint(root / "teacher", seed=0)

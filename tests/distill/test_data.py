@@ -21,7 +21,7 @@ from nemo_rl_ext.distill.data import (  # noqa: E402
     truncate_left,
 )
 from nemo_rl_ext.distill.records import Problems, Record, RecordError  # noqa: E402
-from nemo_rl_ext.grpo.tokenizer import BOS_ID, EOS_ID, build_byte_tokenizer  # noqa: E402
+from nemo_rl_ext.models.tokenizer import BOS_ID, EOS_ID, build_byte_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

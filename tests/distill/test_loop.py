@@ -110,7 +110,7 @@ def test_padding_does_not_change_a_row(text_models, make_config, make_trainer):
 
 def test_rows_of_padded_vocabularies_stay_out_of_the_loss(tmp_path, text_models, make_config, make_trainer):
     """A teacher whose output layer has extra rows scores as it does without them."""
-    from nemo_rl_ext.grpo.tokenizer import VOCAB_SIZE
+    from nemo_rl_ext.models.tokenizer import VOCAB_SIZE
 
     teacher = transformers.AutoModelForCausalLM.from_pretrained(text_models[1])
     teacher.resize_token_embeddings(VOCAB_SIZE + 52, mean_resizing=False)

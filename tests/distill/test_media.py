@@ -132,7 +132,7 @@ def test_text_models_refuse_media(make_config, text_models, pictures):
 
 
 def test_a_teacher_that_sees_other_patches_is_refused(make_config, vlm_models, pictures, tmp_path):
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     other = build_tiny_checkpoint(tmp_path / "other", seed=0, max_num_patches=64)
     records = [{"input": "<image>", "output": "a", "images": ["red.png"]}]

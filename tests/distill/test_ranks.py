@@ -29,7 +29,7 @@ def build_sliding_window_model(out_dir, seed: int):
     """A Mistral that attends to the last 12 tokens: fewer than a shard, and across its border."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    from nemo_rl_ext.grpo.tokenizer import VOCAB_SIZE, save_byte_tokenizer
+    from nemo_rl_ext.models.tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
     torch.manual_seed(seed)
     config = MistralConfig(
@@ -51,7 +51,7 @@ def build_sliding_window_model(out_dir, seed: int):
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory, text_models, vlm_models, config_in, run_on_ranks):
     """Configurations by name, and what two ranks made of each."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     root = tmp_path_factory.mktemp("ranks")
     mamba = tuple(build_tiny_checkpoint(root / f"mamba{seed}", seed=seed, pattern="M*-") for seed in (1, 0))

@@ -7,7 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from nemo_rl_ext.distill import vocab  # noqa: E402
-from nemo_rl_ext.grpo.tokenizer import VOCAB_SIZE, save_byte_tokenizer  # noqa: E402
+from nemo_rl_ext.models.tokenizer import VOCAB_SIZE, save_byte_tokenizer  # noqa: E402
 
 
 @pytest.fixture

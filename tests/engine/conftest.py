@@ -36,8 +36,8 @@ class RunInputs:
 @pytest.fixture(scope="session")
 def make_inputs(tmp_path_factory) -> Callable[[int, int], RunInputs]:
     """Inputs with so many rows and validation rows; the checkpoint is one for all."""
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
     from nemo_rl_ext.manifest.demo import build_demo_manifest
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from nemo_rl_ext.align.runs import Grammar, find_runs
-from nemo_rl_ext.grpo.tokenizer import IMAGE_ID, SPECIAL_TOKENS
+from nemo_rl_ext.models.tokenizer import IMAGE_ID, SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
 
@@ -24,14 +24,14 @@ def endpoint(tmp_path_factory):
     import ray
     from transformers import AutoTokenizer
 
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-    from nemo_rl_ext.grpo.endpoint import Completions, serve
-    from nemo_rl_ext.grpo.engine import start_engine
-    from nemo_rl_ext.grpo.engine_client import EngineClient
-    from nemo_rl_ext.grpo.player import Sampling
-    from nemo_rl_ext.grpo.prompts import PromptRenderer
-    from nemo_rl_ext.grpo.requests import EngineConfig
+    from nemo_rl_ext.grpo.collecting.player import Sampling
+    from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
+    from nemo_rl_ext.grpo.engine.actor import start_engine
+    from nemo_rl_ext.grpo.engine.client import EngineClient
+    from nemo_rl_ext.grpo.engine.endpoint import Completions, serve
+    from nemo_rl_ext.grpo.engine.requests import EngineConfig
     from nemo_rl_ext.media.policy import MediaPolicy
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     model = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -19,18 +19,18 @@ import torch
 from PIL import Image
 
 from nemo_rl_ext.align.runs import Grammar, RunKind, find_runs
-from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
-from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-from nemo_rl_ext.grpo.engine import EngineActor, start_engine
-from nemo_rl_ext.grpo.policy import Policy
-from nemo_rl_ext.grpo.requests import (
+from nemo_rl_ext.grpo.engine.actor import EngineActor, start_engine
+from nemo_rl_ext.grpo.engine.requests import (
     EngineConfig,
     EngineError,
     GenerationRequest,
     GenerationResult,
     VideoInput,
 )
-from nemo_rl_ext.grpo.tokenizer import EOS_ID, IMAGE_ID, PAD_ID, SPECIAL_TOKENS, build_byte_tokenizer
+from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyRow, collate
+from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
+from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, PAD_ID, SPECIAL_TOKENS, build_byte_tokenizer
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,7 @@ def inputs(make_inputs):
 
 @pytest.fixture(scope="module")
 def policy(inputs):
-    from nemo_rl_ext.grpo.policy import Policy
+    from nemo_rl_ext.grpo.training.policy import Policy
 
     return Policy.from_pretrained(inputs.checkpoint)
 

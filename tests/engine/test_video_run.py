@@ -22,7 +22,7 @@ def inputs(make_inputs):
 def clip_of(size, count, seed):
     """Smooth seeded frames, as an engine input and as an item of alignment."""
     from nemo_rl_ext.align.items import MediaItem
-    from nemo_rl_ext.grpo.requests import VideoInput
+    from nemo_rl_ext.grpo.engine.requests import VideoInput
 
     coarse = np.random.default_rng(seed).integers(0, 256, (count, 4, 4, 3), dtype=np.uint8)
     rows, columns = (np.arange(side) * 4 // side for side in size)
@@ -54,10 +54,10 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
 
     from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
     from nemo_rl_ext.align.turn import align_turn
-    from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
-    from nemo_rl_ext.grpo.policy import Policy
-    from nemo_rl_ext.grpo.requests import EngineConfig, GenerationRequest
-    from nemo_rl_ext.grpo.vllm_engine import VllmEngine
+    from nemo_rl_ext.grpo.engine.requests import EngineConfig, GenerationRequest
+    from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
+    from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.policy import Policy
 
     model = str(inputs.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)

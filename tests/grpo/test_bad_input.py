@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.grpo.config import load_config
 from nemo_rl_ext.grpo.setup import prepare
+from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
 

@@ -20,7 +20,7 @@ SIDES = (8, 17, 32, 40, 64, 65, 96, 100, 130)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     return build_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoint") / "tiny", min_num_patches=4, max_num_patches=64
@@ -63,8 +63,8 @@ def damage(ids, rng, grammar):
 
 
 def test_no_fuzzed_turn_fails_the_forwards_count_check_and_none_is_lost(model_dir):
-    from nemo_rl_ext.grpo.batch import MediaTensors, PolicyRow, collate
-    from nemo_rl_ext.grpo.policy import Policy
+    from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.policy import Policy
 
     rng = np.random.default_rng(2)
     family = NemotronFamily.from_pretrained(model_dir, layout=Layout.NATIVE)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_ext.grpo.gym import collect_rollouts, in_process_scorer, inline_images
-from nemo_rl_ext.grpo.gym_servers import GymError
+from nemo_rl_ext.grpo.collecting.gym import collect_rollouts, in_process_scorer, inline_images
+from nemo_rl_ext.grpo.collecting.gym_servers import GymError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

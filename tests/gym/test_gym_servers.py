@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_ext.grpo.gym import collect_rollouts, in_process_scorer
-from nemo_rl_ext.grpo.gym_servers import GymConfig, GymError, start_gym
+from nemo_rl_ext.grpo.collecting.gym import collect_rollouts, in_process_scorer
+from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig, GymError, start_gym
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("GYM_VENV") or REPOSITORY / ".venv-gym")
@@ -71,7 +71,7 @@ def test_a_gym_that_never_answers_is_ended(tmp_path):
 def test_gym_does_not_outlive_a_killed_run(tmp_path):
     venv = fake_venv(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 600")
     code = (
-        "from pathlib import Path; from nemo_rl_ext.grpo.gym_servers import GymConfig, start_gym\n"
+        "from pathlib import Path; from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig, start_gym\n"
         f"with start_gym(GymConfig(venv=Path({str(venv)!r}), root=Path('.'), config_paths=[], base_url='', "
         f"model_name='', run_dir=Path({str(tmp_path)!r}))): pass"
     )

@@ -24,12 +24,12 @@ pytestmark = [
 
 def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
-    from nemo_rl_ext.grpo.collector import Collector
+    from nemo_rl_ext.grpo.collecting.collector import Collector
+    from nemo_rl_ext.grpo.collecting.gym import in_process_scorer
+    from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
     from nemo_rl_ext.grpo.config import load_config
-    from nemo_rl_ext.grpo.gym import in_process_scorer
     from nemo_rl_ext.grpo.loop import run_grpo
-    from nemo_rl_ext.grpo.rollouts import PromptGroup
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     build_tiny_checkpoint(tmp_path / "checkpoint")
     rows = [

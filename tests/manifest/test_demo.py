@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.grpo.prompts import media_by_turn
+from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
 from nemo_rl_ext.manifest import demo
 from nemo_rl_ext.manifest.demo import build_demo_manifest, score
 from nemo_rl_ext.manifest.demo_clips import VIDEOS

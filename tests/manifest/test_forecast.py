@@ -105,7 +105,7 @@ def test_video_grids_equal_the_engines():
 
 
 def test_text_is_counted_with_the_checkpoints_tokenizer(tmp_path, two_turns):
-    checkpoint = pytest.importorskip("nemo_rl_ext.grpo.checkpoint")
+    checkpoint = pytest.importorskip("nemo_rl_ext.models.checkpoint")
     checkpoint.build_tiny_checkpoint(tmp_path / "tiny")
     engine = engine_from_checkpoint(tmp_path / "tiny", max_model_len=512)
     assert engine.tiler == TINY and engine.video.temporal_patch_size == 2

@@ -250,7 +250,7 @@ def engine(tmp_path_factory, nemo_rl_root):
     }
     env.pop("HF_MODULES_CACHE", None)
     build = (
-        "import sys; from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint; "
+        "import sys; from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint; "
         "build_tiny_checkpoint(sys.argv[1], dtype='bfloat16', max_num_patches=13312)"
     )
     model = directory / "model"

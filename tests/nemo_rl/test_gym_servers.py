@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from driving import engine_recipe, play
 
-from nemo_rl_ext.grpo.gym_servers import GymConfig, start_gym
+from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig, start_gym
 
 ROOT = Path(__file__).parents[2]
 VENV = Path(os.environ.get("GYM_VENV") or ROOT / ".venv-gym")

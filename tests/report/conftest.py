@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def media_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, media_dir):
-    from nemo_rl_ext.grpo.checkpoint import build_tiny_checkpoint
+    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
     model_dir = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     return AlignerConfig(

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step: prompt groups in, exact token-mean gradient, log-prob gaps and metrics out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_ext.grpo.collecting.player import Sampling
+from nemo_rl_ext.grpo.collecting.rollouts import FlatSequence, PromptGroup, Rollout, flatten
+from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyBatch, PolicyRow, collate
+from nemo_rl_ext.grpo.training.loss import clipped_policy_loss
+from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.grpo.training.weight_history import WeightHistory
+from nemo_rl_ext.rollout.metrics import AlignmentMetrics
+
+GAP_GENERATIONS = 2
+"""Generations per prompt whose engine-against-trainer log-prob gap is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the loss needs of the configuration."""
+
+    clip_min: float
+    clip_max: float
+    token_level: bool
+    normalize_rewards: bool
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One training sequence with its advantage and the gap bookkeeping of its rollout."""
+
+    sequence: FlatSequence
+    advantage: float
+    masked: bool
+    repaired: bool
+    versions: frozenset[int]
+    generation: int
+    where: str
+
+
+def train_step(
+    policy: Policy,
+    groups: Sequence[PromptGroup],
+    *,
+    sampling: Sampling,
+    options: LossOptions,
+    metrics: AlignmentMetrics,
+    history: WeightHistory | None = None,
+) -> dict[str, float]:
+    """Update the policy once on all rollouts of a step.
+
+    The loss is the mean over all unmasked sampled tokens of the step (or over sequences), whatever the micro-batch
+    size. Masked rows run through the forward with weight 0, so their media are counted against their tokens too.
+    With a `history` of weights the engine-against-trainer gap is measured on the weights that sampled each row.
+
+    Raises:
+        ValueError: the forward's own count check, when media do not fit a row's tokens.
+    """
+    rows = _rows(groups, normalize=options.normalize_rewards)
+    media: dict[int, MediaTensors] = {}
+    batch = collate(
+        [_policy_row(row.sequence, sampling, media) for row in rows],
+        pad_token_id=0,
+    )
+    width = batch.input_ids.shape[1] - 1
+    engine = torch.stack([_padded(row.sequence.engine_logprobs[1:], width) for row in rows])
+    weights = torch.stack([_padded(row.sequence.sampled[1:].float(), width) for row in rows])
+    weights *= torch.tensor([[0.0 if row.masked else 1.0] for row in rows])
+    num_tokens = int((weights > 0).sum())
+    if not options.token_level:
+        weights /= weights.sum(-1, keepdim=True).clamp(min=1.0)
+    scale = max(float(weights.sum()), 1.0)
+    advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
+
+    if history is not None:
+        _measure_gaps(policy, rows, media, sampling, options, metrics, history)
+    policy.zero_grad()
+    loss_sum, clipped = 0.0, 0
+    for part, micro in batch.micro_batches(options.micro_batch_size):
+        logprobs = _forward(policy, rows[part], micro, sampling)
+        sums = clipped_policy_loss(
+            logprobs,
+            engine[part],
+            advantages[part],
+            weights[part],
+            clip_min=options.clip_min,
+            clip_max=options.clip_max,
+        )
+        (sums.loss / scale).backward()
+        loss_sum += sums.loss.item()
+        clipped += sums.num_clipped
+    grad_norm = policy.optimizer_step() if num_tokens else 0.0
+    return {
+        "train/loss": loss_sum / scale,
+        "train/grad_norm": grad_norm,
+        "train/clip_fraction": clipped / max(num_tokens, 1),
+        "train/num_tokens": float(num_tokens),
+        "train/num_sequences": float(len(rows)),
+    }
+
+
+def _rows(groups: Sequence[PromptGroup], *, normalize: bool) -> list[_Row]:
+    rows = []
+    for group in groups:
+        advantages = group.advantages(normalize=normalize)
+        for generation, (rollout, advantage) in enumerate(
+            zip(group.rollouts, advantages.tolist(), strict=True)
+        ):
+            rows += _rollout_rows(group, rollout, advantage, generation)
+    return rows
+
+
+def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float, generation: int) -> list[_Row]:
+    return [
+        _Row(
+            sequence=flatten(segment),
+            advantage=advantage,
+            masked=rollout.masked,
+            repaired=number in rollout.repaired_segments,
+            versions=frozenset(segment.weight_versions()),
+            generation=generation,
+            where=group.row.where,
+        )
+        for number, segment in enumerate(rollout.segments)
+    ]
+
+
+def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, MediaTensors]) -> PolicyRow:
+    """Rows that share tensors share the object, so that the forward encodes them once."""
+    tensors = []
+    for values in sequence.media:
+        pixels = values["pixel_values"].as_tensor()
+        if id(pixels) not in media:
+            media[id(pixels)] = MediaTensors(**{key: value.as_tensor() for key, value in values.items()})
+        tensors.append(media[id(pixels)])
+    return PolicyRow(
+        token_ids=sequence.token_ids,
+        media=tuple(tensors),
+        sampled=sequence.sampled,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, width - len(values)))
+
+
+def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling: Sampling) -> torch.Tensor:
+    try:
+        return policy.forward_logprobs(
+            batch, banned_token_ids=sampling.banned_token_ids, temperature=sampling.temperature
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; rows {sorted({row.where for row in rows})}") from error
+
+
+def _measure_gaps(
+    policy: Policy,
+    rows: Sequence[_Row],
+    media: dict[int, MediaTensors],
+    sampling: Sampling,
+    options: LossOptions,
+    metrics: AlignmentMetrics,
+    history: WeightHistory,
+) -> None:
+    """Engine against trainer on equal weights, for the first generations of every prompt with media.
+
+    The rollouts of a group share their prompt and its media, so a few of them say as much as all. A row that was
+    sampled with mixed weights is left out.
+    """
+    for version in history.versions():
+        measured = [row for row in rows if row.generation < GAP_GENERATIONS and _is_measured(row, version)]
+        for start in range(0, len(measured), options.micro_batch_size):
+            part = measured[start : start + options.micro_batch_size]
+            batch = collate([_policy_row(row.sequence, sampling, media) for row in part], pad_token_id=0)
+            with history.applied(policy, version):
+                logprobs = _forward(policy, part, batch, sampling)
+            for row, ours in zip(part, logprobs, strict=True):
+                sampled = row.sequence.sampled[1:]
+                gap = (ours[: len(sampled)] - row.sequence.engine_logprobs[1:])[sampled].abs()
+                metrics.add_gap(
+                    repaired=row.repaired,
+                    video=any("num_frames" in values for values in row.sequence.media),
+                    mean=gap.mean().item(),
+                    maximum=gap.max().item(),
+                    num_tokens=len(gap),
+                )
+
+
+def _is_measured(row: _Row, version: int) -> bool:
+    has_samples = bool(row.sequence.sampled[1:].any())
+    return not row.masked and bool(row.sequence.media) and has_samples and row.versions == {version}
