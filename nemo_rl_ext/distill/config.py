@@ -6,25 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from nemo_rl_ext.config.block import Block, ConfigPath
 from nemo_rl_ext.config.faults import explain_fault
 from nemo_rl_ext.config.source import ConfigError, ConfigSource, load_sources
 
 __all__ = ["ConfigError", "DistillConfig", "LossConfig", "load_config"]
 
-ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 SOURCES = {"sft": "--sft", "data_paths": "--data-paths", "use_mock_data": "--use-mock-data"}
-
-
-class Block(BaseModel):
-    """A block of the configuration: immutable, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
 class DataConfig(Block):

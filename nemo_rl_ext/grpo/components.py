@@ -16,9 +16,8 @@ from nemo_rl_ext.grpo.collecting.gym import in_process_scorer
 from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig
 from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.config import Config
-from nemo_rl_ext.grpo.engine.requests import EngineConfig
+from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
-from nemo_rl_ext.grpo.training.trainer import LossOptions
 from nemo_rl_ext.guards.sampling import media_token_ban
 from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow
@@ -31,35 +30,21 @@ if TYPE_CHECKING:
 
 def new_policy(config: Config) -> Policy:
     """The policy as the checkpoint has it, with a fresh optimizer."""
-    optimizer = config.policy.optimizer
     torch.manual_seed(config.grpo.seed)
     return Policy.from_pretrained(
         config.policy.model_name,
         precision=config.policy.precision,
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        betas=tuple(optimizer.betas),
-        eps=optimizer.eps,
         max_grad_norm=config.policy.max_grad_norm,
+        **config.policy.optimizer.model_dump(),
     )
 
 
 def engine_config(config: Config) -> EngineConfig:
     """Arguments of the in-process engine."""
-    vllm = config.policy.generation.vllm_cfg
     return EngineConfig(
-        model=str(config.policy.model_name),
-        precision=vllm.precision,
-        max_model_len=vllm.max_model_len,
-        max_num_seqs=vllm.max_num_seqs,
-        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
-        enforce_eager=vllm.enforce_eager,
-        limit_images=vllm.limit_mm_per_prompt.image,
-        limit_videos=vllm.limit_mm_per_prompt.video,
-        mm_processor_cache_gb=vllm.mm_processor_cache_gb,
-        enable_prefix_caching=vllm.enable_prefix_caching,
-        video_pruning_rate=vllm.video_pruning_rate,
-        hf_overrides=vllm.hf_overrides,
+        **config.policy.generation.vllm_cfg.model_dump(exclude={"max_model_len"}),
+        model=config.policy.model_name,
+        max_model_len=config.max_model_len,
         trust_remote_code=config.policy.trust_remote_code,
         seed=config.grpo.seed,
     )
@@ -90,6 +75,7 @@ def sampling_of(config: Config, tokenizer: PreTrainedTokenizerBase, grammar: Gra
         allowed_token_ids=_allowed_token_ids(tokenizer, generation.allowed_tokens),
         banned_token_ids=banned,
         seed=config.grpo.seed,
+        logprobs_mode=generation.vllm_cfg.logprobs_mode,
     )
 
 
@@ -98,18 +84,7 @@ def alignment_options(config: Config) -> AlignmentOptions:
     return AlignmentOptions(
         enabled=config.grpo.media_alignment.enabled,
         share_static=config.grpo.deduplicate_multimodal_data,
-        max_model_len=config.policy.generation.vllm_cfg.max_model_len,
-    )
-
-
-def loss_options(config: Config) -> LossOptions:
-    """What a training step needs of `loss_fn` and `policy`."""
-    return LossOptions(
-        clip_min=config.loss_fn.ratio_clip_min,
-        clip_max=config.loss_fn.ratio_clip_max,
-        token_level=config.loss_fn.token_level_loss,
-        normalize_rewards=config.grpo.normalize_rewards,
-        micro_batch_size=config.policy.train_micro_batch_size,
+        max_model_len=config.max_model_len,
     )
 
 

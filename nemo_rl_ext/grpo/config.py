@@ -8,77 +8,19 @@ the dotted key, what was expected and what was found; unknown keys are refused w
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from nemo_rl_ext.config.block import Block, ConfigPath
 from nemo_rl_ext.config.faults import explain_fault
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.config.source import ConfigError, load_sources
+from nemo_rl_ext.grpo.engine.config import VllmConfig
+from nemo_rl_ext.grpo.training.config import LossConfig, OptimizerConfig
 
 __all__ = ["Config", "ConfigError", "load_config"]
-
-# YAML has no path type: a string becomes a path although everything else is strict.
-ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
-Verdict = Literal["mask", "raise"]
-
-
-class Block(BaseModel):
-    """A block of the configuration: keyword-only, immutable, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
-
-
-class MediaAlignmentConfig(Block):
-    """``grpo.media_alignment``: make the training tensors fit the placeholder runs of each rollout."""
-
-    enabled: bool = Field(
-        default=True,
-        description="Align every turn's media. When false, tensors are the processor's own, and a turn that "
-        "the engine re-sized stops the run with the feature and placeholder counts.",
-    )
-    on_ambiguous: Verdict = Field(
-        default="mask",
-        description="What happens to a row whose patch grid is not determined by its tokens: 'mask' keeps it "
-        "with zero loss, 'raise' stops the run.",
-    )
-    on_unalignable: Verdict = Field(
-        default="mask",
-        description="What happens to a row whose media cannot be made to fit its tokens: 'mask' or 'raise'.",
-    )
-    max_masked_fraction: float = Field(
-        default=0.25,
-        ge=0.0,
-        le=1.0,
-        description="The run stops with a diagnosis when a larger share of the rows in the window is masked.",
-    )
-    masked_window: int = Field(
-        default=256,
-        ge=1,
-        description="Number of most recent rows over which max_masked_fraction is judged, once it is full.",
-    )
-    num_aligners: int = Field(default=1, ge=1, description="RolloutAligner actors, one CPU each.")
-    ban_media_tokens: bool = Field(
-        default=True,
-        description="Make placeholder tokens unsampleable, in the engine and in the training log-probs "
-        "alike.",
-    )
-    cache_bytes: int = Field(
-        default=256 << 20,
-        ge=0,
-        description="Bytes of repaired tensors that each aligner keeps by (content hash, grid); 0 keeps "
-        "none.",
-    )
-    measure_logprob_gap: bool = Field(
-        default=True,
-        description="Measure the engine-against-trainer log-prob gap on the weights that sampled each row: "
-        "one more forward without gradients, over two generations of every prompt.",
-    )
-    geometry_source: Literal["captured", "runs"] = Field(
-        default="captured",
-        description="Where patch grids come from: 'captured' records the engine's own choice per request, "
-        "'runs' infers it from the placeholder runs alone.",
-    )
 
 
 class AsyncGRPOConfig(Block):
@@ -130,83 +72,6 @@ class GRPOConfig(Block):
     )
 
 
-class LossConfig(Block):
-    """``loss_fn``: the clipped policy gradient."""
-
-    ratio_clip_min: float = Field(
-        default=0.2,
-        ge=0.0,
-        lt=1.0,
-        description="Ratios are clipped below at 1 - this.",
-    )
-    ratio_clip_max: float = Field(default=0.2, ge=0.0, description="Ratios are clipped above at 1 + this.")
-    token_level_loss: bool = Field(
-        default=True,
-        description="Average over all unmasked tokens of the step; false averages per sequence first.",
-    )
-
-
-class OptimizerConfig(Block):
-    """``policy.optimizer``: AdamW."""
-
-    lr: float = Field(default=1e-3, gt=0.0, description="Learning rate.")
-    weight_decay: float = Field(default=0.0, ge=0.0, description="Decoupled weight decay.")
-    betas: list[float] = Field(
-        default=[0.9, 0.999],
-        min_length=2,
-        max_length=2,
-        description="Decay rates of the two moment estimates.",
-    )
-    eps: float = Field(default=1e-8, gt=0.0, description="Added to the denominator of the update.")
-
-
-class LimitMMPerPromptConfig(Block):
-    """``policy.generation.vllm_cfg.limit_mm_per_prompt``: media items that one request may carry."""
-
-    image: int = Field(default=4, ge=0, description="Still images per request.")
-    video: int = Field(default=1, ge=0, description="Videos per request.")
-    audio: int = Field(default=0, ge=0, description="Audio clips per request; nothing here reads audio.")
-
-
-class VllmConfig(Block):
-    """``policy.generation.vllm_cfg``: arguments of the in-process vLLM engine."""
-
-    max_model_len: int = Field(
-        default=512, ge=16, description="Context of the engine; its images share max_model_len - 4 tokens."
-    )
-    precision: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Weights and activations of the engine."
-    )
-    enforce_eager: bool = Field(default=True, description="Do not compile or capture graphs.")
-    max_num_seqs: int = Field(default=64, ge=1, description="Sequences that the engine decodes at once.")
-    kv_cache_memory_bytes: int = Field(
-        default=64 << 20, ge=1 << 20, description="Bytes of the engine's key/value cache."
-    )
-    limit_mm_per_prompt: LimitMMPerPromptConfig = Field(
-        default_factory=LimitMMPerPromptConfig, description="Media items that one request may carry."
-    )
-    mm_processor_cache_gb: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="GiB of processed media that the engine keeps; media found there leave the shared "
-        "budget, so grids depend on history when this is above 0.",
-    )
-    enable_prefix_caching: bool = Field(
-        default=False, description="Reuse cached prompt prefixes; must stay off for hybrid models on a CPU."
-    )
-    video_pruning_rate: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Share of video tokens that the engine prunes (EVS). Pruned videos cannot be aligned: "
-        "anything above 0 is refused while grpo.media_alignment.enabled.",
-    )
-    hf_overrides: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keys of the checkpoint's config.json to replace, passed to vLLM as they are.",
-    )
-
-
 class GenerationConfig(Block):
     """``policy.generation``: sampling."""
 
@@ -242,7 +107,9 @@ class PolicyConfig(Block):
         description="Run Python code that the checkpoint ships (processors, configuration classes).",
     )
     max_total_sequence_length: int = Field(
-        default=512, ge=16, description="Tokens per training row at most, prompt and media included."
+        default=512,
+        ge=16,
+        description="Tokens per training row at most, prompt and media included; the engine's context.",
     )
     precision: Literal["bfloat16", "float32"] = Field(
         default="float32", description="Weights and activations of the trained policy."
@@ -302,9 +169,6 @@ class DataConfig(Block):
     )
     max_media_bytes: int = Field(
         default=256 << 20, ge=1, description="Media files with more bytes are refused before they are read."
-    )
-    image_max_num_tiles: int | None = Field(
-        default=None, ge=1, description="Tiles per image for fixed-tile processors; a row may set its own."
     )
     video: VideoConfig = Field(default_factory=VideoConfig, description="Decoding and sampling of clips.")
 
@@ -376,23 +240,34 @@ class Config(Block):
     @model_validator(mode="after")
     def _blocks_agree(self) -> "Config":
         engine = self.policy.generation.vllm_cfg
-        if engine.max_model_len > self.policy.max_total_sequence_length:
+        if self.max_model_len > self.policy.max_total_sequence_length:
             raise ValueError(
-                f"policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}) must not exceed "
+                f"policy.generation.vllm_cfg.max_model_len ({self.max_model_len}) must not exceed "
                 f"policy.max_total_sequence_length ({self.policy.max_total_sequence_length}): "
                 "rollouts could be longer than training accepts"
             )
-        if self.policy.generation.max_new_tokens >= engine.max_model_len:
+        if self.policy.generation.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"policy.generation.max_new_tokens ({self.policy.generation.max_new_tokens}) must be below "
-                f"policy.generation.vllm_cfg.max_model_len ({engine.max_model_len}): a prompt needs room too"
+                f"policy.generation.vllm_cfg.max_model_len ({self.max_model_len}): a prompt needs room too"
             )
         if self.grpo.media_alignment.enabled and engine.video_pruning_rate > 0:
             raise ValueError(
                 "policy.generation.vllm_cfg.video_pruning_rate must be 0 while grpo.media_alignment.enabled, "
                 f"found {engine.video_pruning_rate}: a pruned video (EVS) cannot be aligned"
             )
+        self.grpo.media_alignment.refuse_keys(
+            {
+                "media_roots": "name the directories in data.media_roots",
+                "allow_remote": "set data.allow_remote",
+            }
+        )
         return self
+
+    @property
+    def max_model_len(self) -> int:
+        """Context of the engine in tokens."""
+        return self.policy.generation.vllm_cfg.max_model_len or self.policy.max_total_sequence_length
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -401,7 +276,13 @@ class Config(Block):
 
     def to_yaml(self) -> str:
         """The complete configuration as YAML; ``load_config`` reads it back to an equal object."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(
+            self.model_dump(
+                mode="json", exclude={"grpo": {"media_alignment": {"media_roots", "allow_remote"}}}
+            ),
+            sort_keys=False,
+            allow_unicode=True,
+        )
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

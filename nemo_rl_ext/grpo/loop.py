@@ -91,7 +91,9 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
                     run.policy,
                     groups,
                     sampling=run.sampling,
-                    options=run.loss,
+                    loss=config.loss_fn,
+                    normalize_rewards=grpo.normalize_rewards,
+                    micro_batch_size=config.policy.train_micro_batch_size,
                     metrics=metrics,
                     history=history,
                 )

@@ -24,7 +24,6 @@ from nemo_rl_ext.grpo.components import (
     alignment_options,
     engine_config,
     gym_config,
-    loss_options,
     new_policy,
     reward_of,
     sampling_of,
@@ -35,7 +34,6 @@ from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.endpoint import Completions, serve
 from nemo_rl_ext.grpo.keeper import keeper
 from nemo_rl_ext.grpo.training.policy import Policy
-from nemo_rl_ext.grpo.training.trainer import LossOptions
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
@@ -112,7 +110,6 @@ class Run:
     pool: AlignerPool
     collector: Collector
     sampling: Sampling
-    loss: LossOptions
     train: Sequence[ManifestRow]
     validation: Sequence[ManifestRow]
 
@@ -177,7 +174,8 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             _start_ray(config.grpo.media_alignment.num_aligners)
             kept.watch()
         aligner = aligner_config(config, inputs.media_policy, inputs.train.base_dir)
-        pool = AlignerPool(aligner, config.grpo.media_alignment.num_aligners)
+        alignment = config.grpo.media_alignment
+        pool = AlignerPool(aligner, alignment.num_aligners, timeout_s=alignment.aligner_timeout_s)
         parts.callback(pool.shutdown)
         with ThreadPoolExecutor(1) as executor:
             starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
@@ -206,7 +204,6 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             pool=pool,
             collector=collector,
             sampling=sampling,
-            loss=loss_options(config),
             train=inputs.train,
             validation=inputs.validation[: config.grpo.max_val_samples]
             if inputs.validation is not None
@@ -242,7 +239,7 @@ def _player(
     """Rows are played on the engine directly, or through Gym's servers on the engine's endpoint."""
     max_turns = config.grpo.max_rollout_turns
     if not config.env.should_use_nemo_gym:
-        captured = config.grpo.media_alignment.geometry_source == "captured"
+        captured = config.grpo.media_alignment.evidence == "receipt"
         yield Player(engine=engine, pool=pool, renderer=renderer, max_turns=max_turns, captured=captured)
         return
     completions = Completions(

@@ -17,9 +17,10 @@ from typing import Any
 import nemo_rl.environments.nemo_gym as nemo_gym
 from nemo_rl.experience.failures import RolloutDataFailure
 
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.actor_alignment import ActorAlignment, RolloutPlan
 from nemo_rl_ext.integration.install import install_in_process
-from nemo_rl_ext.integration.settings import ACTOR_KEY, MediaAlignmentSettings
+from nemo_rl_ext.integration.settings import ACTOR_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class AlignedNemoGym(UpstreamNemoGym):
             processor=self._processor,
             tokenizer_config=cfg["tokenizer_config"],
             pad_dynamic_image_shapes=self._pad_dynamic_image_shapes,
-            settings=MediaAlignmentSettings(**handed_over),
+            settings=MediaAlignmentConfig(**handed_over),
             **context,
         )
         # Post-processing decodes and attaches on the event loop wherever it finds a processor.

@@ -17,9 +17,9 @@ from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.align.verdict import Verdict
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
 from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
-from nemo_rl_ext.integration.settings import MediaAlignmentSettings
 from nemo_rl_ext.integration.turns import IMAGE_TYPES, GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.packed import pack
@@ -100,7 +100,7 @@ class ActorAlignment:
 
     processor: Any
     tokenizer_config: Mapping[str, Any]
-    settings: MediaAlignmentSettings
+    settings: MediaAlignmentConfig
     pad_dynamic_image_shapes: bool = False
     max_model_len: int | None = None
     temporal_patch_size: int = 2
@@ -133,7 +133,7 @@ class ActorAlignment:
             "media alignment is on: %d aligners, patch grids from %s",
             self.settings.num_aligners,
             "the engine's record where a turn has one, else the placeholder runs"
-            if self.settings.geometry_source == "captured"
+            if self.settings.evidence == "receipt"
             else "the placeholder runs",
         )
 
@@ -209,7 +209,7 @@ class ActorAlignment:
 
     def _tell_source(self, turn: GymTurn) -> None:
         """Say once whether the recorded grids that were asked for do arrive."""
-        if self._told or self.settings.geometry_source != "captured" or not turn.sources:
+        if self._told or self.settings.evidence != "receipt" or not turn.sources:
             return
         self._told = True
         if turn.captured is None:
@@ -231,7 +231,7 @@ class ActorAlignment:
             )
             captured = None
             self._tell_source(turn)
-            if self.settings.geometry_source == "captured" and turn.captured is not None:
+            if self.settings.evidence == "receipt" and turn.captured is not None:
                 # The engine records every image of the request, earlier turns' included.
                 own = turn.captured[len(earlier) : len(earlier) + len(media)]
                 captured = tuple(Grid(*grid) for grid in own) if len(own) == len(media) else None

@@ -167,11 +167,11 @@ def _with_settings(original: Callable) -> Callable:
             logger.info(
                 "media tokens are banned from sampling through %s", ", ".join(ban_media_tokens(config))
             )
-        if settings.geometry_source == "captured":
+        if settings.evidence == "receipt":
             from nemo_rl_ext.integration.capture import request_capture
 
             if not request_capture(config):
-                settings = settings.model_copy(update={"geometry_source": "runs"})
+                settings = settings.model_copy(update={"evidence": "runs"})
         video = pick(config, "policy.generation.vllm_cfg.video.temporal_patch_size")
         config.env["nemo_gym"][ACTOR_KEY] = {
             **settings.model_dump(mode="json"),

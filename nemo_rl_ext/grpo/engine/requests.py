@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,50 +96,3 @@ class GenerationResult:
     video_grids: tuple[tuple[int, int, int], ...] = ()
     """Per video `(num_frames, height, width)`, height and width of each frame in patches."""
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Arguments of the in-process engine; names follow `policy.generation.vllm_cfg`."""
-
-    model: str
-    """Checkpoint directory."""
-    precision: str = "bfloat16"
-    """`bfloat16` or `float32`: weights and activations."""
-    max_model_len: int = 512
-    """Context; the images of a request share max_model_len - 4 tokens."""
-    max_num_seqs: int = 64
-    """Sequences decoded at once."""
-    kv_cache_memory_bytes: int = 64 << 20
-    """Bytes of key/value cache, at least one sequence of max_model_len."""
-    enforce_eager: bool = True
-    """Do not compile or capture graphs."""
-    limit_images: int = 4
-    """Images that one request may carry."""
-    limit_videos: int = 1
-    """Videos that one request may carry."""
-    logprobs_mode: str = "processed_logprobs"
-    """`processed_logprobs` (after ban, allowed set and temperature) or `raw_logprobs`."""
-    mm_processor_cache_gb: float = 0.0
-    """GiB of processed media kept; what is found there leaves the shared budget: grids depend on history."""
-    enable_prefix_caching: bool = False
-    """Must stay off for hybrid models on a CPU."""
-    video_pruning_rate: float = 0.0
-    """Share of video tokens pruned (EVS)."""
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json to replace, over what the checkpoint itself needs."""
-    trust_remote_code: bool = False
-    """Run Python code that the checkpoint ships."""
-    seed: int = 0
-    """Seed of the engine's own generator."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("precision", ("bfloat16", "float32")),
-            ("logprobs_mode", ("processed_logprobs", "raw_logprobs")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"engine {name}: expected one of {allowed}, found {getattr(self, name)!r}")
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine {name}: expected at least 1, found {getattr(self, name)}")

@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.engine.requests import (
-    EngineConfig,
     EngineError,
     GeneratedSequence,
     GenerationRequest,
@@ -72,7 +72,7 @@ class VllmEngine:
             max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, config.max_model_len),
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             enforce_eager=config.enforce_eager,
-            limit_mm_per_prompt={"image": config.limit_images, "video": config.limit_videos, "audio": 0},
+            limit_mm_per_prompt=config.limit_mm_per_prompt.model_dump(),
             logprobs_mode=config.logprobs_mode,
             mm_processor_cache_gb=config.mm_processor_cache_gb,
             enable_prefix_caching=config.enable_prefix_caching,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_ext.grpo.engine.requests import EngineConfig
+from nemo_rl_ext.grpo.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ import torch
 from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.collecting.rollouts import FlatSequence, PromptGroup, Rollout, flatten
 from nemo_rl_ext.grpo.training.batch import MediaTensors, PolicyBatch, PolicyRow, collate
+from nemo_rl_ext.grpo.training.config import LossConfig
 from nemo_rl_ext.grpo.training.loss import clipped_policy_loss
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.grpo.training.weight_history import WeightHistory
@@ -18,17 +19,6 @@ from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
 GAP_GENERATIONS = 2
 """Generations per prompt whose engine-against-trainer log-prob gap is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What the loss needs of the configuration."""
-
-    clip_min: float
-    clip_max: float
-    token_level: bool
-    normalize_rewards: bool
-    micro_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +39,9 @@ def train_step(
     groups: Sequence[PromptGroup],
     *,
     sampling: Sampling,
-    options: LossOptions,
+    loss: LossConfig,
+    normalize_rewards: bool,
+    micro_batch_size: int,
     metrics: AlignmentMetrics,
     history: WeightHistory | None = None,
 ) -> dict[str, float]:
@@ -62,7 +54,7 @@ def train_step(
     Raises:
         ValueError: the forward's own count check, when media do not fit a row's tokens.
     """
-    rows = _rows(groups, normalize=options.normalize_rewards)
+    rows = _rows(groups, normalize=normalize_rewards)
     media: dict[int, MediaTensors] = {}
     batch = collate(
         [_policy_row(row.sequence, sampling, media) for row in rows],
@@ -73,24 +65,24 @@ def train_step(
     weights = torch.stack([_padded(row.sequence.sampled[1:].float(), width) for row in rows])
     weights *= torch.tensor([[0.0 if row.masked else 1.0] for row in rows])
     num_tokens = int((weights > 0).sum())
-    if not options.token_level:
+    if not loss.token_level_loss:
         weights /= weights.sum(-1, keepdim=True).clamp(min=1.0)
     scale = max(float(weights.sum()), 1.0)
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
 
     if history is not None:
-        _measure_gaps(policy, rows, media, sampling, options, metrics, history)
+        _measure_gaps(policy, rows, media, sampling, micro_batch_size, metrics, history)
     policy.zero_grad()
     loss_sum, clipped = 0.0, 0
-    for part, micro in batch.micro_batches(options.micro_batch_size):
+    for part, micro in batch.micro_batches(micro_batch_size):
         logprobs = _forward(policy, rows[part], micro, sampling)
         sums = clipped_policy_loss(
             logprobs,
             engine[part],
             advantages[part],
             weights[part],
-            clip_min=options.clip_min,
-            clip_max=options.clip_max,
+            clip_min=loss.ratio_clip_min,
+            clip_max=loss.ratio_clip_max,
         )
         (sums.loss / scale).backward()
         loss_sum += sums.loss.item()
@@ -154,7 +146,10 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
 def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling: Sampling) -> torch.Tensor:
     try:
         return policy.forward_logprobs(
-            batch, banned_token_ids=sampling.banned_token_ids, temperature=sampling.temperature
+            batch,
+            banned_token_ids=sampling.banned_token_ids,
+            temperature=sampling.temperature,
+            logprobs_mode=sampling.logprobs_mode,
         )
     except ValueError as error:
         raise ValueError(f"{error}; rows {sorted({row.where for row in rows})}") from error
@@ -165,7 +160,7 @@ def _measure_gaps(
     rows: Sequence[_Row],
     media: dict[int, MediaTensors],
     sampling: Sampling,
-    options: LossOptions,
+    micro_batch_size: int,
     metrics: AlignmentMetrics,
     history: WeightHistory,
 ) -> None:
@@ -176,8 +171,8 @@ def _measure_gaps(
     """
     for version in history.versions():
         measured = [row for row in rows if row.generation < GAP_GENERATIONS and _is_measured(row, version)]
-        for start in range(0, len(measured), options.micro_batch_size):
-            part = measured[start : start + options.micro_batch_size]
+        for start in range(0, len(measured), micro_batch_size):
+            part = measured[start : start + micro_batch_size]
             batch = collate([_policy_row(row.sequence, sampling, media) for row in part], pad_token_id=0)
             with history.applied(policy, version):
                 logprobs = _forward(policy, part, batch, sampling)
