@@ -165,7 +165,6 @@ class MediaExpander:
         return MediaItem(
             size=image.size,
             source=ref,
-            content_hash=image.content_hash,
             load=lambda: load_image(ref, self.policy, base_dir=self.base_dir).pixels[None],
         )
 
@@ -183,7 +182,6 @@ class MediaExpander:
             kind="video",
             size=clip.size,
             source=ref,
-            content_hash=clip.content_hash,
             load=lambda indices: (
                 load_video(
                     ref, self.policy, frame_indices=indices, backend=self.backend, base_dir=self.base_dir

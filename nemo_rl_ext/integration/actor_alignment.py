@@ -22,10 +22,10 @@ from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, 
 from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
 from nemo_rl_ext.integration.turns import IMAGE_TYPES, GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.pool import AlignerPool
 from nemo_rl_ext.rollout.provenance import attach_rollout_media
-from nemo_rl_ext.rollout.reader import MediaSource
 
 logger = logging.getLogger(__name__)
 

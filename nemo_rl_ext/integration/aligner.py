@@ -20,10 +20,10 @@ from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
 from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, TurnRequest
 from nemo_rl_ext.rollout.cache import RecentlyUsed, RenderCache
-from nemo_rl_ext.rollout.reader import MediaFacts, MediaReader, MediaSource
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,16 @@ Truncated files are refused, as there: `ImageFile.LOAD_TRUNCATED_IMAGES` is left
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
+from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes
 from nemo_rl_ext.media.sources import read_media_bytes
 
@@ -44,10 +45,13 @@ class DecodedImage:
 
     pixels: np.ndarray
     """uint8 `[height, width, 3]`, RGB, C-contiguous, upright."""
-    content_hash: str
-    """SHA-256 of the size and the pixels, in hex: equal pictures share it whatever file they come from."""
     source: str
     """The reference that it was read from, or `<bytes>`."""
+
+    @cached_property
+    def content_hash(self) -> str:
+        """`identity.pixel_digest` of the pixels, made when it is first asked for."""
+        return pixel_digest(self.pixels)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -75,7 +79,7 @@ def load_image(
         raise _undecodable(source, where, error) from None
     if pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise _undecodable(source, where, ValueError(f"it decodes to an array of shape {pixels.shape}"))
-    return DecodedImage(pixels=pixels, content_hash=hash_pixels(pixels), source=source)
+    return DecodedImage(pixels=pixels, source=source)
 
 
 def image_size(
@@ -102,14 +106,6 @@ def image_size(
         raise
     except Exception as error:
         raise _undecodable(source, where, error) from None
-
-
-def hash_pixels(pixels: np.ndarray) -> str:
-    """SHA-256 of an array's shape and bytes, in hex."""
-    # On processors with instructions for it, SHA-256 is the fastest of the strong hashes.
-    digest = hashlib.sha256(repr(pixels.shape).encode())
-    digest.update(np.ascontiguousarray(pixels))
-    return digest.hexdigest()
 
 
 def _bytes_of(ref: str | bytes, policy: MediaPolicy, base_dir: Path | None, where: str) -> tuple[bytes, str]:

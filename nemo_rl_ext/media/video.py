@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,8 @@ import numpy as np
 
 from nemo_rl_ext.media.decoding import DecoderFailure, DecoderMissing, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
-from nemo_rl_ext.media.images import hash_pixels, load_image
+from nemo_rl_ext.media.identity import pixel_digest
+from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.sampling import SamplingStyle, timestamps
 from nemo_rl_ext.media.sources import (
     MediaPolicy,
@@ -58,11 +60,14 @@ class DecodedVideo:
     """Decodable frames of the clip."""
     declared_num_frames: int
     """Frames that its container declares; more than `total_num_frames` in a damaged file."""
-    content_hash: str
-    """SHA-256 of the frames' shape and pixels, in hex."""
     source: str
     """The reference that it was read from."""
     backend: str
+
+    @cached_property
+    def content_hash(self) -> str:
+        """`identity.pixel_digest` of the frames, made when it is first asked for."""
+        return pixel_digest(self.frames)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -127,7 +132,6 @@ def load_video(
         fps=reply["fps"],
         total_num_frames=reply["total_num_frames"],
         declared_num_frames=reply["declared_num_frames"],
-        content_hash=hash_pixels(frames),
         source=ref,
         backend=backend,
     )
@@ -193,7 +197,6 @@ def load_frame_list(
         fps=1.0 if fps is None else float(fps),
         total_num_frames=indices[-1] + 1,
         declared_num_frames=indices[-1] + 1,
-        content_hash=hash_pixels(frames),
         source=source,
         backend="frame_list",
     )

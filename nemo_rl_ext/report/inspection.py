@@ -16,8 +16,8 @@ from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaReader, MediaSource
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
-from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 from nemo_rl_ext.rollout.segments import Segment, to_segments
 
 MAX_CACHED_ITEMS = 4096

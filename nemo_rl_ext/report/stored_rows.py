@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.rollout.reader import MediaSource
+from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn
 
 MAX_LINE_BYTES = 1 << 30

@@ -18,8 +18,8 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaReader, MediaSource
 from nemo_rl_ext.report.run_files import Record, RunFiles
-from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
 
 logger = logging.getLogger(__name__)
 

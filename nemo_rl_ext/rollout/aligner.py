@@ -27,9 +27,9 @@ from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
 from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
-from nemo_rl_ext.rollout.reader import MediaFacts, MediaReader, MediaSource
 
 
 @dataclass(frozen=True, kw_only=True)

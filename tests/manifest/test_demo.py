@@ -19,7 +19,7 @@ from nemo_rl_ext.manifest.loading import load_manifest
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.rollout.reader import MediaReader
+from nemo_rl_ext.media.reader import MediaReader
 
 for package in ("skimage", "skvideo", "cv2"):
     pytest.importorskip(package)

@@ -13,7 +13,7 @@ from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.rollout.reader import MediaReader, MediaSource
+from nemo_rl_ext.media.reader import MediaReader, MediaSource
 
 
 def encoded(image, kind="PNG", cut=None):

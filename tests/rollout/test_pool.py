@@ -11,8 +11,8 @@ from PIL import Image
 
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
-from nemo_rl_ext.rollout.reader import MediaSource
 
 pytestmark = pytest.mark.engine
 

@@ -14,9 +14,9 @@ from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, media_by_turn
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult, VideoInput
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.media.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.aligner import StaticTurn
 from nemo_rl_ext.rollout.pool import AlignerPool
-from nemo_rl_ext.rollout.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn
 
 

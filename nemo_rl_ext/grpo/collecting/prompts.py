@@ -12,7 +12,7 @@ import numpy as np
 from nemo_rl_ext.guards.chat import mark_messages
 from nemo_rl_ext.guards.encode import SafeEncoder
 from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, MediaRef, Message, VideoPart
-from nemo_rl_ext.rollout.reader import MediaSource
+from nemo_rl_ext.media.reader import MediaSource
 
 _ANSWER = "\u241eanswer\u241e"
 """Stands for an assistant answer while a later turn is rendered; removed before tokenising."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from nemo_rl_ext.align.grids import Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.verdict import MediaKind
+from nemo_rl_ext.media.identity import file_digest
 from nemo_rl_ext.media.images import image_size, load_image
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sources import read_media_bytes
@@ -45,11 +45,16 @@ class MediaSource:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaFacts:
-    """What was measured of a media item: enough to judge its runs without touching the file again."""
+    """What was measured of a media item: enough to judge its runs without touching the file again.
+
+    `content_hash` is what equal media are shared by: SHA-256 of an image's file, or of a clip's frames as decoded.
+    `pixel_digest` is the item's identity towards the engine (`media.identity`), empty unless it was asked for.
+    """
 
     kind: MediaKind
     size: Size
     content_hash: str
+    pixel_digest: str = ""
     frame_indices: tuple[int, ...] = ()
     fps: float = 0.0
     total_frames: int = 0
@@ -65,8 +70,10 @@ class MediaReader:
     frames_per_tubelet: int
     backend: Backend
 
-    def decode(self, source: MediaSource) -> tuple[MediaFacts, np.ndarray]:
+    def decode(self, source: MediaSource, *, identify: bool = False) -> tuple[MediaFacts, np.ndarray]:
         """Facts and pixels: uint8 RGB [height, width, 3], or [frames, height, width, 3] of a video.
+
+        `identify` adds the digest of these pixels to the facts; an image's costs a tenth of decoding it.
 
         Raises:
             ValueError: for a file that cannot be used, naming it and its row.
@@ -77,6 +84,7 @@ class MediaReader:
                 kind="video",
                 size=clip.size,
                 content_hash=clip.content_hash,
+                pixel_digest=clip.content_hash if identify else "",
                 frame_indices=clip.frame_indices,
                 fps=clip.fps,
                 total_frames=clip.total_num_frames,
@@ -84,7 +92,13 @@ class MediaReader:
             return facts, clip.frames
         data = read_media_bytes(source.ref, self.policy, self.base_dir, where=source.where)
         image = load_image(data, self.policy, where=_place(source))
-        return MediaFacts(kind="image", size=image.size, content_hash=_digest(data)), image.pixels
+        facts = MediaFacts(
+            kind="image",
+            size=image.size,
+            content_hash=file_digest(data),
+            pixel_digest=image.content_hash if identify else "",
+        )
+        return facts, image.pixels
 
     def measure(self, source: MediaSource) -> MediaItem:
         """An item from its header alone where the format allows it; one that cannot be read says so in `error`."""
@@ -96,7 +110,7 @@ class MediaReader:
             size = image_size(data, self.policy, where=_place(source))
         except (ValueError, OSError) as error:
             return MediaItem(kind=source.kind, size=(1, 1), source=source.name, error=str(error))
-        return self.item(source, MediaFacts(kind="image", size=size, content_hash=_digest(data)))
+        return self.item(source, MediaFacts(kind="image", size=size, content_hash=file_digest(data)))
 
     def item(self, source: MediaSource, facts: MediaFacts, pixels: np.ndarray | None = None) -> MediaItem:
         """An item that decodes on demand, or serves `pixels` that were decoded already."""
@@ -161,7 +175,3 @@ class MediaReader:
 
 def _place(source: MediaSource) -> str:
     return f"{source.where} ({source.name})" if source.where else source.name
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
