@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,17 @@ from nemo_rl_ext.grpo.training.trainer import train_step
 from nemo_rl_ext.grpo.training.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
 
-logger = logging.getLogger(__name__)
 
-
-def run_grpo(config: Config, *, resume: bool = False, console: Console | None = None) -> dict[str, float]:
+def run_grpo(
+    config: Config,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    at_end: Callable[[], None] | None = None,
+) -> dict[str, float]:
     """Run GRPO as configured; returns the last step's metrics.
+
+    `at_end` is called once the run directory is complete, after a failure, too.
 
     Raises:
         ValueError: for bad input, before anything is written; for a masked share over the limit; and, with
@@ -48,18 +53,8 @@ def run_grpo(config: Config, *, resume: bool = False, console: Console | None = 
             return _train(run, log, first_step)
         finally:
             log.close()
-            if config.logger.report_enabled:
-                _report(config.logger.log_dir, console)
-
-
-def _report(run_dir: Path, console: Console) -> None:
-    """Write the run's page, of a failed run too; it must never hide what ended the run."""
-    from nemo_rl_ext.report.page import write_report
-
-    try:
-        console.print(f"report: {write_report(run_dir)}", highlight=False, soft_wrap=True)
-    except ValueError as error:
-        logger.warning("no report was written: %s", error)
+            if at_end is not None:
+                at_end()
 
 
 def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:

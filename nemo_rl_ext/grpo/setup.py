@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nemo_rl_ext.grpo.collecting.collector import Collector
+from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
 from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
 from nemo_rl_ext.grpo.collecting.gym_servers import start_gym
 from nemo_rl_ext.grpo.collecting.player import Player, Sampling
@@ -31,7 +32,6 @@ from nemo_rl_ext.grpo.components import (
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.actor import start_engine
 from nemo_rl_ext.grpo.engine.client import EngineClient
-from nemo_rl_ext.grpo.engine.endpoint import Completions, serve
 from nemo_rl_ext.grpo.keeper import keeper
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest

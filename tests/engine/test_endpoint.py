@@ -24,12 +24,12 @@ def endpoint(tmp_path_factory):
     import ray
     from transformers import AutoTokenizer
 
+    from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
     from nemo_rl_ext.grpo.collecting.player import Sampling
     from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
     from nemo_rl_ext.grpo.engine.actor import start_engine
     from nemo_rl_ext.grpo.engine.client import EngineClient
     from nemo_rl_ext.grpo.engine.config import EngineConfig
-    from nemo_rl_ext.grpo.engine.endpoint import Completions, serve
     from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nemo_rl_ext.grpo.command import grpo
+
 pytestmark = pytest.mark.engine
 
 NUM_STEPS = 3
@@ -72,18 +74,19 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
     assert list((config.logger.log_dir / "tensorboard").iterdir())
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step_000002", "step_000003"]
 
+    assert {turn["step"] for turn in lines(config, "turns.jsonl")} == {1, 2, 3}
+    assert not (config.logger.log_dir / "report.html").exists()
+
+    grpo(["grpo.max_num_steps=4"], config.logger.log_dir / "config.yaml", resume=True)
+    assert [record["step"] for record in records(config)] == [1, 2, 3, 4]
+    assert not any(path.name.startswith(".") for path in config.checkpoint_dir.iterdir())
+
     turns = lines(config, "turns.jsonl")
-    assert {turn["step"] for turn in turns} == {1, 2, 3}
+    assert {turn["step"] for turn in turns} == {1, 2, 3, 4}
     assert any("resized" in turn["reasons"] and not turn["neutral"] for turn in turns)
     page = (config.logger.log_dir / "report.html").read_text()
     shown = page[page.index("Which rows were repaired or masked") : page.index("First offences in full")]
     assert shown.count("<tr") > 5 and all(turn["row_id"] in shown for turn in turns if turn["neutral"])
-
-    longer = configure("grpo.max_num_steps=4")
-    run(longer, resume=True)
-    assert {turn["step"] for turn in lines(longer, "turns.jsonl")} == {1, 2, 3, 4}
-    assert [record["step"] for record in records(longer)] == [1, 2, 3, 4]
-    assert not any(path.name.startswith(".") for path in config.checkpoint_dir.iterdir())
 
 
 def test_without_alignment_the_run_dies_as_users_know_it(configure):
