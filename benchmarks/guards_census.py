@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Census throughput on a generated corpus with planted markers, against `grep -c` and a `json.loads` walk.
+"""Census throughput, memory and growth on generated corpora with planted markers, beside `grep -c` and `json.loads`.
 
-    python benchmarks/guards_census.py --rows 1000000
+    python -m benchmarks guards_census --rows 3000000
 
-Prints one JSON object. CPU seconds are those of the processes doing the work, so that rows per second per core
-hold on a busy machine as well; wall seconds are given next to them.
+Prints one JSON object per measurement. CPU seconds are those of the processes doing the work, so that rows per second
+per core hold on a busy machine as well; wall seconds are given next to them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -18,8 +20,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from benchmarks.measure import slope
 from nemo_rl_ext.manifest.census import CensusConfig, take_census
 from nemo_rl_ext.manifest.census_scan import DEFAULT_MARKERS
 
@@ -56,7 +62,7 @@ def make_corpus(path: Path, num_rows: int, seed: int = 0) -> set[int]:
     return {line + 1 for line in planted}
 
 
-def measured(work) -> tuple[object, float, float]:
+def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
     """(result, wall seconds, CPU seconds of this process and its children)."""
     own, children = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
@@ -65,6 +71,50 @@ def measured(work) -> tuple[object, float, float]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = time.process_time() - own
     return result, wall, cpu + after.ru_utime + after.ru_stime - children.ru_utime - children.ru_stime
+
+
+def census_alone(path: Path, num_workers: int) -> dict[str, Any]:
+    """One census; to be called in a process of its own, so that the peak of its memory is its own."""
+    report, wall, cpu = measured(lambda: take_census([path], CensusConfig(num_workers=num_workers)))
+    assert report.num_broken == 0 and not report.unread
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "rows": report.num_rows,
+        "lines": sorted({finding.line for finding in report.findings}),
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "peak_mib": peaks[num_workers > 1] / 1024,
+    }
+
+
+def growth(folder: Path, num_rows: int) -> list[dict[str, Any]]:
+    """A quarter, half and all of the rows, plain, and all of them as zstd where it is installed."""
+    spawn = multiprocessing.get_context("spawn")
+    found = []
+
+    def note(path: Path, planted: set[int], size: int, workers: int) -> None:
+        with ProcessPoolExecutor(1, spawn) as fresh:
+            # By its module's own name: run by name, this file is `__main__`, which another process cannot import.
+            alone = importlib.import_module("benchmarks.guards_census").census_alone
+            one = fresh.submit(alone, path, workers).result()
+        assert set(one.pop("lines")) == planted and one["rows"] == size, "the census missed or invented a row"
+        one |= {"rows_per_s_per_core": round(size / one["cpu_s"]), "rows_per_s": round(size / one["wall_s"])}
+        one |= {"file": path.suffix, "mib": round(path.stat().st_size / 2**20, 1), "processes": workers}
+        one |= {key: round(one[key], 2) for key in ("wall_s", "cpu_s", "peak_mib")}
+        print(json.dumps(one), flush=True)
+        found.append(one)
+
+    for size in (num_rows // 4, num_rows // 2, num_rows):
+        path = folder / f"rows_{size}.jsonl"
+        planted = make_corpus(path, size)
+        path.read_bytes()
+        for workers in (1, 2):
+            note(path, planted, size, workers)
+        if size == num_rows and shutil.which("zstd"):
+            subprocess.run(["zstd", "-q", "--rm", str(path)], check=True)
+            note(path.with_suffix(".jsonl.zst"), planted, size, 1)
+        path.unlink(missing_ok=True)
+    return found
 
 
 def loads_walk(path: Path) -> set[int]:
@@ -92,38 +142,43 @@ def grep_count(path: Path, *patterns: str) -> int:
     return int(out.stdout)
 
 
+def compare(path: Path, num_rows: int) -> dict[str, Any]:
+    """The census beside what one would write first, on one corpus."""
+    planted = make_corpus(path, num_rows)
+    path.read_bytes()  # every contender reads from the page cache
+    contenders = {
+        "census": lambda: {f.line for f in take_census([path]).findings},
+        "json_loads_walk": lambda: loads_walk(path),
+        "grep_c_one_marker": lambda: grep_count(path, "<image>"),
+        "grep_c_all_markers": lambda: grep_count(path, *DEFAULT_MARKERS),
+    }
+    out: dict[str, Any] = {"rows": num_rows, "planted": NUM_PLANTED}
+    for name, work in contenders.items():
+        found, _, cpu = measured(work)
+        count = found if isinstance(found, int) else len(found & planted)
+        out[name] = {"found": count, "rows_per_s_per_core": round(num_rows / cpu)}
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, default=3_000_000, help="rows of the largest corpus")
+    parser.add_argument(
+        "--compared-rows", type=int, default=200_000, help="rows for the comparison with others"
+    )
     parser.add_argument("--dir", type=Path, default=None, help="where to put the corpus (deleted afterwards)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     try:
-        path = folder / "corpus.jsonl"
-        planted = make_corpus(path, args.rows)
-        path.read_bytes()  # every contender reads from the page cache
-        out = {"rows": args.rows, "mib": round(path.stat().st_size / 2**20, 1), "planted": NUM_PLANTED}
-
-        def note(name, lines_found, wall, cpu):
-            out[name] = {
-                "found": lines_found,
-                "wall_s": round(wall, 2),
-                "cpu_s": round(cpu, 2),
-                "rows_per_s_per_core": round(args.rows / cpu),
-            }
-
-        for name, workers in (("census_1_process", 1), ("census_2_processes", 2)):
-            report, wall, cpu = measured(lambda n=workers: take_census([path], CensusConfig(num_workers=n)))
-            assert report.num_rows == args.rows and report.num_broken == 0
-            note(name, len({f.line for f in report.findings} & planted), wall, cpu)
-            assert {f.line for f in report.findings} == planted, "the census missed or invented a row"
-        found, wall, cpu = measured(lambda: loads_walk(path))
-        note("json_loads_walk", len(found & planted), wall, cpu)
-        found, wall, cpu = measured(lambda: grep_count(path, "<image>"))
-        note("grep_c_one_marker", found, wall, cpu)
-        found, wall, cpu = measured(lambda: grep_count(path, *DEFAULT_MARKERS))
-        note("grep_c_all_markers", found, wall, cpu)
-        print(json.dumps(out, indent=1))
+        print(json.dumps(compare(folder / "compared.jsonl", args.compared_rows)), flush=True)
+        runs = growth(folder, args.rows)
+        for workers in (1, 2):
+            points = [
+                (run["rows"], run["cpu_s"])
+                for run in runs
+                if run["processes"] == workers and run["file"] == ".jsonl"
+            ]
+            print(json.dumps({"processes": workers, "growth_exponent": round(slope(points), 3)}), flush=True)
     finally:
         shutil.rmtree(folder)
 

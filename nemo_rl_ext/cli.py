@@ -49,7 +49,7 @@ COMMANDS = (
     ),
     Command(
         name="census",
-        function="nemo_rl_ext.guards.command:census",
+        function="nemo_rl_ext.manifest.census_command:census",
         example="nemo-rl-ext census data/*.jsonl",
     ),
     Command(

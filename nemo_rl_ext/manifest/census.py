@@ -11,24 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from nemo_rl_ext.manifest.census_scan import (
-    DEFAULT_MARKERS,
-    BrokenLine,
-    Finding,
-    MarkerScanner,
-    broken_lines,
-    parse,
-)
-from nemo_rl_ext.manifest.census_sources import Slice, line_blocks, parquet_batches, slices, text_buffers
+from nemo_rl_ext.manifest.census_scan import DEFAULT_MARKERS, Finding, MarkerScanner
+from nemo_rl_ext.manifest.census_slice import SliceResult, scan_slice
+from nemo_rl_ext.manifest.census_sources import Slice, slices
+from nemo_rl_ext.manifest.streams import is_stream
 
 _MEDIA_WORD = re.compile(r"im(?:age|g)|video|audio|vision|media|sound|so_", re.IGNORECASE)
-_INDEX = re.compile(r"\[\d+\]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +36,25 @@ class CensusConfig:
     `if __name__ == "__main__"`."""
     max_findings: int = 100_000
     """Findings kept in the report; counts stay exact beyond."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenLine:
+    """A line that could not be read; the census went on."""
+
+    file: str
+    line: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unread:
+    """A file that could not be read, or not to its end."""
+
+    file: str
+    num_rows: int
+    """Rows read before."""
+    error: str
 
 
 @dataclass(kw_only=True)
@@ -65,26 +76,25 @@ class CensusReport:
     """Occurrences by field path, list indices left out."""
     findings: list[Finding] = field(default_factory=list)
     broken: list[BrokenLine] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)
+    """Files that were not read whole, and files without a row."""
 
     def to_json(self) -> str:
         """The report as one JSON object."""
-        lists = {"findings": [asdict(f) for f in self.findings], "broken": [asdict(b) for b in self.broken]}
+        lists = {
+            name: [asdict(item) for item in getattr(self, name)] for name in ("findings", "broken", "unread")
+        }
         return json.dumps({**vars(self), **lists}, indent=1)
 
     @property
-    def failed(self) -> bool:
+    def has_markers(self) -> bool:
         """Whether text would become placeholders: phantom tokens with a tokenizer, any marker without one."""
         return (self.num_findings if self.num_phantom_tokens is None else self.num_phantom_tokens) > 0
 
-
-@dataclass(kw_only=True)
-class _Part:
-    """One slice's result; line numbers count from the slice's first line."""
-
-    num_lines: int = 0
-    num_rows: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    broken: list[BrokenLine] = field(default_factory=list)
+    @property
+    def failed(self) -> bool:
+        """Whether a gate must stay shut: text would become placeholders, or something was not read."""
+        return self.has_markers or self.num_broken > 0 or bool(self.unread) or not self.num_files
 
 
 def take_census(
@@ -93,108 +103,65 @@ def take_census(
     *,
     on_progress: Callable[[int], None] | None = None,
 ) -> CensusReport:
-    """Sweep every string of every row of JSONL (plain, gzip, zstd) and Parquet files.
+    """Sweep every string of every row of JSONL (plain, gzip, zstd, bz2, xz), Parquet, Arrow and Feather files.
 
-    A broken line is reported and skipped. `on_progress` is called with on-disk bytes as slices finish.
+    `-` is standard input. A broken line or file is reported, and the census goes on. `on_progress` is called with
+    on-disk bytes as slices finish.
 
     Raises:
         ValueError: for a missing file, an unusable marker, or a tokenizer that cannot be loaded.
     """
     config = config or CensusConfig()
     began = time.perf_counter()
-    parts = [part for path in paths for part in slices(path)]
+    parts = [part for path in dict.fromkeys(map(str, paths)) for part in slices(path)]
     scanner = _scanner(config)
-    report = CensusReport(markers=scanner.markers, num_files=len({p.file for p in parts}))
+    report = CensusReport(markers=scanner.markers, num_files=len({part.file for part in parts}))
     if config.tokenizer:
         report.num_phantom_tokens = 0
     available = len(os.sched_getaffinity(0))
     num_workers = min(config.num_workers or available, max(len(parts), 1))
-    done = _in_process(parts, scanner) if num_workers == 1 else _in_pool(parts, config, num_workers)
-    lines_before: Counter[str] = Counter()
+    # A pipe that this process was given is open in this process only.
+    if num_workers == 1 or any(is_stream(part.file) for part in parts):
+        done = _in_process(parts, scanner, config.max_findings)
+    else:
+        done = _in_pool(parts, config, num_workers)
+    rows: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
     for part, result in _ordered(done):
-        _merge(report, part, result, lines_before, config.max_findings)
+        _merge(report, result, lines[part.file], config)
+        lines[part.file] += result.num_lines
+        rows[part.file] += result.num_rows
+        report.num_bytes += part.size
+        if result.problem:
+            report.unread.append(Unread(file=part.file, num_rows=rows[part.file], error=result.problem))
         if on_progress:
             on_progress(part.size)
+    with_faults = {item.file for item in report.unread}
+    for file in dict.fromkeys(part.file for part in parts):
+        if not rows[file] and file not in with_faults:
+            report.unread.append(Unread(file=file, num_rows=0, error="it holds no row"))
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _merge(
-    report: CensusReport, part: Slice, result: _Part, lines_before: Counter[str], max_findings: int
-) -> None:
-    shift = lines_before[part.file]
-    lines_before[part.file] += result.num_lines
+def _merge(report: CensusReport, result: SliceResult, shift: int, config: CensusConfig) -> None:
     report.num_rows += result.num_rows
-    report.num_bytes += part.size
-    report.num_findings += len(result.findings)
-    report.num_broken += len(result.broken)
-    report.num_rows_with_markers += len({f.line for f in result.findings})
-    for found in result.findings:
-        report.by_marker[found.marker] += found.count
-        report.by_field[_INDEX.sub("[]", found.path)] += found.count
-        if report.num_phantom_tokens is not None:
-            report.num_phantom_tokens += found.phantom_tokens or 0
-    for kept, new in ((report.findings, result.findings), (report.broken, result.broken)):
-        room = max(max_findings - len(kept), 0)
-        kept.extend(type(item)(**{**vars(item), "line": item.line + shift}) for item in new[:room])
+    report.num_findings += result.num_findings
+    report.num_broken += result.num_broken
+    report.num_rows_with_markers += result.num_rows_with_markers
+    report.by_marker += result.by_marker
+    report.by_field += result.by_field
+    if report.num_phantom_tokens is not None:
+        report.num_phantom_tokens += result.num_phantom_tokens
+    kept = result.findings[: max(config.max_findings - len(report.findings), 0)]
+    report.findings += [replace(item, line=item.line + shift) for item in kept]
+    broken = result.broken[: max(config.max_findings - len(report.broken), 0)]
+    report.broken += [BrokenLine(file=result.file, line=line + shift, error=error) for line, error in broken]
 
 
-def scan_slice(part: Slice, scanner: MarkerScanner) -> _Part:
-    """Scan one slice; line numbers in the result start at 1 for the slice's first line."""
-    result = _Part()
-    if part.kind == "parquet":
-        _scan_parquet(part, scanner, result)
-    else:
-        for block in line_blocks(part):
-            _scan_lines(block, part.file, scanner, result)
-    return result
-
-
-def _scan_lines(block: bytes, file: str, scanner: MarkerScanner, result: _Part) -> None:
-    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10)
-    num_lines = len(ends) + (not block.endswith(b"\n"))
-    broken = broken_lines(block)
-    result.broken.extend(
-        BrokenLine(file=file, line=result.num_lines + number + 1, error=error) for number, error in broken
-    )
-    skip = {number for number, _ in broken}
-    hit_lines = np.unique(np.searchsorted(ends, scanner.candidates(block)))
-    for number in hit_lines.tolist():
-        if number not in skip:
-            begin = int(ends[number - 1]) + 1 if number else 0
-            end = int(ends[number]) if number < len(ends) else len(block)
-            row = parse(block[begin:end].decode("utf-8-sig"))
-            result.findings.extend(
-                scanner.findings(row, file=file, line=result.num_lines + number + 1)
-            )  # fmt: skip
-    result.num_lines += num_lines
-    result.num_rows += num_lines - len(broken) - _num_blank(block, ends)
-
-
-def _num_blank(block: bytes, ends: np.ndarray) -> int:
-    """Lines without any row. Only short lines can be blank, so only those are looked at."""
-    starts = np.concatenate(([0], ends + 1))
-    stops = np.concatenate((ends, [len(block)]))
-    if block.endswith(b"\n"):
-        starts, stops = starts[:-1], stops[:-1]
-    short = np.flatnonzero(stops - starts < 8)
-    return sum(not block[starts[i] : stops[i]].strip() for i in short.tolist())
-
-
-def _scan_parquet(part: Slice, scanner: MarkerScanner, result: _Part) -> None:
-    for batch in parquet_batches(part):
-        if any(len(scanner.candidates(buffer)) for buffer in text_buffers(batch)):
-            for number, row in enumerate(batch.to_pylist()):
-                result.findings.extend(
-                    scanner.findings(row, file=part.file, line=result.num_lines + number + 1)
-                )  # fmt: skip
-        result.num_lines += batch.num_rows
-        result.num_rows += batch.num_rows
-
-
-def _ordered(done: Iterator[tuple[int, Slice, _Part]]) -> Iterator[tuple[Slice, _Part]]:
+def _ordered(done: Iterator[tuple[int, Slice, SliceResult]]) -> Iterator[tuple[Slice, SliceResult]]:
     """Slices in file order, so that line numbers add up, whatever order they finish in."""
-    waiting: dict[int, tuple[Slice, _Part]] = {}
+    waiting: dict[int, tuple[Slice, SliceResult]] = {}
     turn = 0
     for index, part, result in done:
         waiting[index] = (part, result)
@@ -203,14 +170,16 @@ def _ordered(done: Iterator[tuple[int, Slice, _Part]]) -> Iterator[tuple[Slice, 
             turn += 1
 
 
-def _in_process(parts: Sequence[Slice], scanner: MarkerScanner) -> Iterator[tuple[int, Slice, _Part]]:
+def _in_process(
+    parts: Sequence[Slice], scanner: MarkerScanner, max_findings: int
+) -> Iterator[tuple[int, Slice, SliceResult]]:
     for index, part in enumerate(parts):
-        yield index, part, scan_slice(part, scanner)
+        yield index, part, scan_slice(part, scanner, max_findings)
 
 
 def _in_pool(
     parts: Sequence[Slice], config: CensusConfig, num_workers: int
-) -> Iterator[tuple[int, Slice, _Part]]:
+) -> Iterator[tuple[int, Slice, SliceResult]]:
     # Spawned, not forked: the parent may hold threads of a tokenizer.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (config,)) as pool:
@@ -220,7 +189,7 @@ def _in_pool(
             while True:
                 # A short queue per worker keeps results of a long file from piling up out of order.
                 while len(running) < 2 * num_workers and (item := next(queue, None)):
-                    running[pool.submit(_work, item[1])] = item[0]
+                    running[pool.submit(_work, item[1], config.max_findings)] = item[0]
                 if not running:
                     return
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -240,9 +209,9 @@ def _start_worker(config: CensusConfig) -> None:
     _worker_scanner = _scanner(config)
 
 
-def _work(part: Slice) -> _Part:
+def _work(part: Slice, max_findings: int) -> SliceResult:
     assert _worker_scanner is not None
-    return scan_slice(part, _worker_scanner)
+    return scan_slice(part, _worker_scanner, max_findings)
 
 
 def _scanner(config: CensusConfig) -> MarkerScanner:

@@ -3,12 +3,12 @@
 
 Two passes. The first looks at bytes only: positions where a marker can start, plain or JSON-escaped. The second
 parses the few lines that hold one, and walks them to name the field. Lines without a candidate are only checked
-for being JSON.
+for being JSON. What counts as a marker is what `guards.chat.SafeChat` would break.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.guards.literals import EscapedPattern, plain_pattern
-
-try:
-    import msgspec
-except ImportError:  # only speed is lost: every line then goes through `json.loads`
-    msgspec = None
+from nemo_rl_ext.manifest.json_walk import example_id, field_path, parse, strings, text_runs
 
 # What released vision-language checkpoints use; a tokenizer adds its own.
 DEFAULT_MARKERS = (
@@ -35,12 +31,12 @@ DEFAULT_MARKERS = (
 
 # From here on the search over bytes wins over a regular expression, as for pictures in base64.
 _LONG_TEXT = 1024
-_ID_FIELDS = ("id", "example_id", "row_id", "uid", "uuid", "_id", "task_id", "index")
-_BACKSLASH = ord("\\")
+_BACKSLASH, _QUOTE = ord("\\"), ord('"')
 _HEX = np.zeros(256, np.int64)
 for _digit in "0123456789abcdefABCDEF":
     _HEX[ord(_digit)] = int(_digit, 16)
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+_OPENER = re.compile(r'[{\["]')
+_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|/)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +49,12 @@ class Finding:
     example_id: str | None
     path: str
     """Such as `messages[2].tool_calls[0].function.arguments{json}.style`: `{json}` steps into JSON inside a
-    string, `{key}` says that the marker stands in the name of a field."""
+    string, `{key}` says that the marker stands in the name of a field, `{escaped}` that JSON escapes spell it in
+    text that holds JSON, `{joined}` that it begins in this text and ends in the next text part."""
     marker: str
     count: int
     phantom_tokens: int | None = None
     """Placeholder ids that the string makes of this marker; None without a tokenizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BrokenLine:
-    """A line that could not be read; the census went on."""
-
-    file: str
-    line: int
-    error: str
 
 
 class MarkerScanner:
@@ -83,11 +71,13 @@ class MarkerScanner:
         self._count_phantoms = count_phantoms
         self._plain = plain_pattern(self.markers)
         self._escaped = EscapedPattern(self.markers)
-        self._escaped_bytes = self._escaped.in_bytes()
+        self._in_bytes = self._escaped.in_bytes()
+        self._cut_in_bytes, self._rest_in_bytes = _cut_patterns(self.markers)
         self._heads = sorted({marker.encode()[0] for marker in self.markers})
         # A character beyond the BMP is escaped as a pair; its first half is looked for.
         units = {marker[0].encode("utf-16-be")[:2] for marker in self.markers}
-        self._head_codes = np.array(sorted(int.from_bytes(unit) for unit in units))
+        self._is_head_code = np.zeros(1 << 16, bool)
+        self._is_head_code[[int.from_bytes(unit) for unit in units]] = True
         self._second = np.zeros((256, 256), bool)
         self._third = np.zeros((256, 256), bool)
         for marker in self.markers:
@@ -97,9 +87,17 @@ class MarkerScanner:
         # `<\/img>` and `<\uff5c...`: any character after the first may be escaped.
         self._second[self._heads, _BACKSLASH] = True
         self._third[:, _BACKSLASH] = self._third[_BACKSLASH, :] = True
+        # `"<im", ...`: a text may end in mid-marker. After one character only where the quote does not open a text.
+        self._second[self._heads, _QUOTE] = True
+        self._third[_QUOTE, list(b",]}:\\ \t\r\n\0")] = True
+        seconds = sorted({marker.encode()[1] for marker in self.markers})
+        for space in b'" \t':
+            self._third[seconds, space] = True
 
-    def candidates(self, data: bytes) -> np.ndarray:
-        """Offsets (int64) in UTF-8 JSON bytes where a marker starts, plain or escaped at any level."""
+    def candidates(self, data: bytes, *, in_lines: bool = True) -> np.ndarray:
+        """Offsets (int64) in UTF-8 JSON bytes where a marker starts, plain, escaped at any level, or cut by the end of
+        its text where another text begins with the rest of a marker: later in the line, or, without `in_lines`, at all.
+        """
         array = np.frombuffer(data + b"\0" * 6, np.uint8)
         is_head = array == _BACKSLASH
         for head in self._heads:
@@ -112,10 +110,21 @@ class MarkerScanner:
         codes = np.zeros(len(escapes), np.int64)
         for place in range(2, 6):
             codes = codes * 16 + _HEX[array[escapes + place]]
-        both = np.concatenate([plain, escapes[np.isin(codes, self._head_codes)]])
+        both = np.concatenate([plain, escapes[self._is_head_code[codes]]])
         both.sort()
-        match = self._escaped_bytes.match
-        return np.array([s for s in both.tolist() if match(data, s)], np.int64)
+        return np.array(list(self._confirmed(data, both.tolist(), in_lines)), np.int64)
+
+    def _confirmed(self, data: bytes, offsets: list[int], in_lines: bool) -> Iterator[int]:
+        whole, cut, rest = self._in_bytes.match, self._cut_in_bytes.match, self._rest_in_bytes.search
+        judged = 0  # up to here a cut marker needs no further look: its line has been searched for the rest
+        for offset in offsets:
+            if whole(data, offset):
+                yield offset
+            elif offset >= judged and cut(data, offset):
+                end = data.find(b"\n", offset) if in_lines else -1
+                judged = len(data) if end < 0 else end
+                if rest(data, offset, judged):
+                    yield offset
 
     def findings(self, row: Any, *, file: str, line: int) -> list[Finding]:
         """Every marker in a parsed row, at any depth, in document order."""
@@ -142,16 +151,45 @@ class MarkerScanner:
             # Text of JSON inside a string is judged where it is read: by its field when it parses.
             if sum((c for _, _, c in inner), Counter()).total() >= max(raw.total(), 1):
                 yield from inner
-            elif raw:
+                continue
+            if raw:
                 yield path, text, raw
+            if escaped := self._behind_a_prefix(text):
+                yield f"{path}{{escaped}}", _unescaped(text), escaped
+        for link, pieces in text_runs(row):
+            if joined := self._across(pieces):
+                yield f"{field_path(link)}{{joined}}", "".join(pieces), joined
+
+    def _behind_a_prefix(self, text: str) -> Counter[str]:
+        """Markers spelled with escapes in text that is no JSON as a whole but may hold some, as `call: {"a": ...}`."""
+        start = _OPENER.search(text)
+        found: Counter[str] = Counter()
+        position = start.start() if start else len(text)
+        while match := self._escaped.search(text, position):
+            marker = _unescaped(match.group())
+            found[marker] += marker != match.group()
+            position = match.end()
+        return +found
+
+    def _across(self, pieces: Sequence[str]) -> Counter[str]:
+        """Markers that begin in one piece and end in a later one, as templates join them: as they are, or trimmed."""
+        found: Counter[str] = Counter()
+        for texts in (pieces, [piece.strip() for piece in pieces]):
+            joints = list(itertools.accumulate(map(len, texts)))[:-1]
+            matches = self._plain.finditer("".join(texts))
+            found |= Counter(
+                m.group() for m in matches if any(m.start() < joint < m.end() for joint in joints)
+            )
+        return found
 
     def _may_hold(self, text: str) -> bool:
-        if len(text) < _LONG_TEXT:
+        # In JSON inside a string, text parts may cut a marker; the search over bytes sees those as well.
+        if len(text) < _LONG_TEXT and not _looks_like_json(text):
             return self._escaped.search(text) is not None
-        return len(self.candidates(text.encode("utf-8", "surrogatepass"))) > 0
+        return len(self.candidates(text.encode("utf-8", "surrogatepass"), in_lines=False)) > 0
 
     def _inside_json(self, path: str, text: str) -> Iterator[tuple[str, str, Counter[str]]]:
-        if not text.lstrip().startswith(("{", "[", '"')):
+        if not _looks_like_json(text):
             return
         try:
             inner = parse(text)
@@ -161,126 +199,21 @@ class MarkerScanner:
             yield f"{path}{{json}}{step if step.startswith('[') or not step else '.' + step}", value, counts
 
 
-class Pairs(list):
-    """A JSON object as (key, value) pairs: repeated keys all stay."""
+def _looks_like_json(text: str) -> bool:
+    return text.lstrip().startswith(("{", "[", '"'))
 
 
-def parse(text: str | bytes) -> Any:
-    """`json.loads` that keeps repeated keys and survives any depth.
-
-    Raises:
-        ValueError: when the text is not JSON.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=Pairs)
-    except RecursionError:
-        return _parse_deep(text.decode() if isinstance(text, bytes) else text)
+def _cut_patterns(markers: Sequence[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """The beginning of a marker, escaped at any level, at the end of a JSON string (`<im", ` or `<im\\",`), and the
+    rest of one at the beginning of a string."""
+    cuts = [(marker[:length], marker[length:]) for marker in markers for length in range(1, len(marker))]
+    beginnings, rests = (EscapedPattern(parts).in_bytes().pattern for parts in zip(*cuts, strict=True))
+    space = rb"(?:\s|\\+[nrt])*"
+    closing = space + rb'\\*"(?=\s*(?:[,\]}:\\"]|\Z))'
+    return re.compile(beginnings + closing, re.DOTALL), re.compile(b'"' + space + rests, re.DOTALL)
 
 
-def _parse_deep(text: str) -> Any:
-    """The same without recursion, for nesting deeper than the interpreter's stack. Checks less: brackets, strings
-    and scalars must be well formed, the order of commas and colons is not judged."""
-    root: list[Any] = []
-    stack: list[tuple[Any, Any]] = [(root, None)]
-    position = 0
-    while match := _JSON_TOKEN.search(text, position):
-        position, token = match.end(), match.group()
-        container, key = stack[-1]
-        if token in ",:":
-            if token == "," and isinstance(container, Pairs):
-                stack[-1] = (container, None)
-            continue
-        if token in "}]":
-            if len(stack) == 1 or isinstance(container, Pairs) is not (token == "}"):
-                raise ValueError(f"unbalanced {token!r} at character {match.start()}")
-            stack.pop()
-            continue
-        value = Pairs() if token == "{" else [] if token == "[" else json.loads(token)
-        if isinstance(container, Pairs) and key is None:
-            stack[-1] = (container, value)
-            continue
-        container.append((key, value) if isinstance(container, Pairs) else value)
-        if token in "{[":
-            stack.append((value, None))
-    if len(stack) != 1 or len(root) != 1:
-        raise ValueError("unbalanced brackets")
-    return root[0]
-
-
-def strings(row: Any) -> Iterator[tuple[Any, str]]:
-    """(link, text) of every string and every key of a parsed row, in document order, without recursion.
-
-    `field_path(link)` spells the place out; links to the parents cost less than a path per string.
-    """
-    stack: list[tuple[Any, Any]] = [(row, None)]
-    while stack:
-        value, link = stack.pop()
-        if isinstance(value, str):
-            yield link, value
-        elif isinstance(value, (Pairs, dict)):
-            pairs = list(value.items()) if isinstance(value, dict) else value
-            for key, child in reversed(pairs):
-                if isinstance(child, (str, list, dict, tuple)):
-                    stack.append((child, (link, key)))
-                if isinstance(key, str):
-                    stack.append((key, (link, _Key(key))))
-        elif isinstance(value, (list, tuple)):
-            stack.extend((value[i], (link, i)) for i in range(len(value) - 1, -1, -1))
-
-
-class _Key(str):
-    """A step that names the key itself rather than its value."""
-
-
-def field_path(link: Any) -> str:
-    """Spell out where a string of `strings` stands."""
-    steps = []
-    while link is not None:
-        link, step = link
-        if isinstance(step, int):
-            steps.append(f"[{step}]")
-        else:
-            steps.append(f".{step}{'{key}' if isinstance(step, _Key) else ''}")
-    return "".join(reversed(steps)).removeprefix(".")
-
-
-def example_id(row: Any) -> str | None:
-    """The row's own name, from the usual top-level fields."""
-    fields = dict(row) if isinstance(row, (Pairs, dict)) else {}
-    for name in _ID_FIELDS:
-        if isinstance(fields.get(name), (str, int)):
-            return str(fields[name])
-    return None
-
-
-def broken_lines(data: bytes) -> list[tuple[int, str]]:
-    """(0-based line, error) of every line of a block that is not JSON. Blank lines are fine."""
-    if msgspec is not None:
-        num_rows = sum(1 for line in data.split(b"\n") if line and not line.isspace())
-        try:
-            if not data.isascii():
-                data.decode()
-            if len(msgspec.json.Decoder(msgspec.Raw).decode_lines(data)) == num_rows:
-                return []
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass  # some line here is broken, or is JSON by Python's wider rule (NaN, lone surrogates, depth)
-    broken = []
-    for number, line in enumerate(data.split(b"\n")):
-        if error := _why_broken(line):
-            broken.append((number, error))
-    return broken
-
-
-def _why_broken(line: bytes) -> str | None:
-    if not line or line.isspace():
-        return None
-    try:
-        json.loads(line.decode("utf-8-sig"))
-    except RecursionError:
-        try:
-            _parse_deep(line.decode("utf-8-sig"))
-        except ValueError as error:
-            return str(error)
-    except ValueError as error:
-        return str(error)
-    return None
+def _unescaped(text: str) -> str:
+    """JSON escapes of characters undone, at any level; half a surrogate pair stays as it is."""
+    decoded = _ESCAPE.sub(lambda m: chr(int(m.group(1), 16)) if m.group(1) else "/", text)
+    return decoded.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -41,3 +41,34 @@ def make_row():
         return {"responses_create_params": {"input": [{"role": "user", "content": content}]}, **keys}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A byte-level tokenizer whose only tokens beside bytes are media tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<image>", "<img>", "</img>", "<my_image_pad>"]
+    vocab = {t: i for i, t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tokenizer, tmp_path_factory):
+    """That tokenizer as a directory."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def safe_encoder(tokenizer):
+    """The safe encoder over it."""
+    from nemo_rl_ext.guards.encode import SafeEncoder
+
+    return SafeEncoder(tokenizer)

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from nemo_rl_ext.manifest import census_sources
+from nemo_rl_ext.manifest import streams
 from nemo_rl_ext.manifest.census import CensusConfig, take_census
-from nemo_rl_ext.manifest.census_sources import line_blocks, slices
+from nemo_rl_ext.manifest.census_sources import blocks_of_lines, slices
 
 SEED_STRING = "{type<image>|bold}"
 
@@ -62,13 +62,13 @@ def test_every_format_gives_the_same_findings(tmp_path, kind):
 @pytest.mark.parametrize("slice_bytes", [1, 7, 100, 1000, 10**6])
 @pytest.mark.parametrize("block_bytes", [1, 64, 10**6])
 def test_slices_cut_anywhere_hold_every_line_once(tmp_path, monkeypatch, slice_bytes, block_bytes):
-    monkeypatch.setattr(census_sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", block_bytes)
     text = (
         b'{"a": 1}\n\n{"b": "' + b"x" * 50 + b'"}\r\n' + b'{"c": 3}\n' * 5 + b'{"no": "newline at the end"}'
     )
     path = tmp_path / "data.jsonl"
     path.write_bytes(text)
-    blocks = [block for part in slices(path, slice_bytes) for block in line_blocks(part)]
+    blocks = [block for part in slices(path, slice_bytes) for block in blocks_of_lines(part)]
     assert b"".join(blocks) == text
     assert all(block.endswith(b"\n") for block in blocks[:-1])
 
@@ -125,22 +125,6 @@ def test_missing_files_and_tokenizers_are_named(tmp_path):
         take_census([write(tmp_path / "d.jsonl", "jsonl")], CensusConfig(tokenizer=str(tmp_path / "nope")))
 
 
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<unk>", "<image>", "<img>", "</img>", "<my_image_pad>"]
-    vocab = {t: i for i, t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    path = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(path)
-    return path
-
-
 def test_a_tokenizer_tells_phantoms_from_harmless_markers(tmp_path, tokenizer_dir):
     path = tmp_path / "data.jsonl"
     texts = [SEED_STRING, "<video> is no token here", "<my_image_pad><my_image_pad>", "clean"]
@@ -160,7 +144,7 @@ def run_command(*arguments):
     import typer
     from typer.testing import CliRunner
 
-    from nemo_rl_ext.guards.command import census
+    from nemo_rl_ext.manifest.census_command import census
 
     app = typer.Typer()
     app.command()(census)
@@ -173,10 +157,12 @@ def test_command_prints_reports_and_fails_on_request(tmp_path):
     out = run_command(dirty, clean, "--workers", 1, "--report", tmp_path / "report.json", "--show", 2)
     assert out.exit_code == 0, out.output
     assert f"dirty.jsonl:4: {PATH}: '<image>' x1 (id r3)" in out.output
-    assert "... 2 more" in out.output and "clean.jsonl:2: skipped, not JSON" in out.output
-    assert "201 rows in 2 file(s), 1 broken line(s): 4 marker(s) in 4 row(s)" in out.output
+    assert "... 2 more findings" in out.output and "clean.jsonl:2: skipped, not JSON" in out.output
+    assert "201 rows in 2 files, 1 broken line, 0 files not read whole: 4 markers in 4 rows" in out.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["findings"][0]["path"] == PATH and report["num_broken"] == 1
     assert run_command(dirty, "--workers", 1, "--fail").exit_code == 1
+    assert run_command(clean, "--workers", 1, "--fail").exit_code == 1, "a broken line was not read"
+    clean.write_text('{"a": 1}\n')
     assert run_command(clean, "--workers", 1, "--fail").exit_code == 0
     assert isinstance(run_command(tmp_path / "nope", "--fail").exception, ValueError)

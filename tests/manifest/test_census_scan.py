@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_ext.manifest import census_scan
-from nemo_rl_ext.manifest.census_scan import (
-    DEFAULT_MARKERS,
-    MarkerScanner,
-    _parse_deep,
-    broken_lines,
-    example_id,
-    field_path,
-    parse,
-    strings,
-)
+from nemo_rl_ext.manifest import json_walk
+from nemo_rl_ext.manifest.census_scan import DEFAULT_MARKERS, MarkerScanner
+from nemo_rl_ext.manifest.json_walk import _parse_deep, check_lines, example_id, field_path, parse, strings
 
 SEED_STRING = "{type<image>|bold}"
 SCANNER = MarkerScanner(DEFAULT_MARKERS)
@@ -79,6 +71,82 @@ def test_escaped_text_that_nothing_decodes_is_no_marker():
     assert found({"a": "literally \\u003cimage\\u003e"}) == []
 
 
+BEHIND = {
+    "an object": ('call: {"b": "\\u003cimage\\u003e"}', {"<image>": 1}),
+    "a list": ('see ["<\\/img>"]', {"</img>": 1}),
+    "a JSON string": ('say "\\u003cimage>"', {"<image>": 1}),
+    "an odd number of quotes": ('say "hi: {"b": "\\u003cimage>"}', {"<image>": 1}),
+    "two levels of escapes": ('x {"b": "{\\"c\\": \\"\\\\u003cimage>\\"}"}', {"<image>": 1}),
+    "plain and escaped": ('<img> {"b": "\\u003cimage>"}', {"<img>": 1, "<image>": 1}),
+    "behind the JSON": ('{"b": 1} and \\u003cimage>', {"<image>": 1}),
+}
+
+
+@pytest.mark.parametrize("text,counts", BEHIND.values(), ids=BEHIND.keys())
+def test_escapes_in_json_behind_a_prefix_are_markers(text, counts):
+    line = json.dumps({"a": text})
+    assert {m: c for _, m, c in found(line)} == counts
+    assert len(SCANNER.candidates(line.encode())) >= 1
+
+
+def parts(*texts, kind="text"):
+    return {"messages": [{"role": "user", "content": [{"type": kind, "text": text} for text in texts]}]}
+
+
+PLACE = "messages[0].content[0].text{joined}"
+SPLIT = {
+    "two parts": (parts("a <im", "age> b"), [(PLACE, "<image>", 1)]),
+    "after one character": (parts("<", "image>"), [(PLACE, "<image>", 1)]),
+    "before the last": (parts("<image", ">", kind="input_text"), [(PLACE, "<image>", 1)]),
+    "three parts": (parts("<", "ima", "ge>"), [(PLACE, "<image>", 1)]),
+    "an empty part between": (parts("<im", "", "age>"), [(PLACE, "<image>", 1)]),
+    "trimmed by a template": (parts("<im \n", "\tage>"), [(PLACE, "<image>", 1)]),
+    "a bracket": (parts("[IM", "G]"), [(PLACE, "[IMG]", 1)]),
+    "a bracket alone": (parts("a [", "IMG]"), [(PLACE, "[IMG]", 1)]),
+    "twice": (parts("<im", "age><im", "age>"), [(PLACE, "<image>", 2)]),
+    "plain strings": (
+        {"messages": [{"content": ["<im", "age>"]}]},
+        [("messages[0].content[0]{joined}", "<image>", 1)],
+    ),
+    "one whole, one split": (
+        parts("<img> <im", "age>"),
+        [("messages[0].content[0].text", "<img>", 1), (PLACE, "<image>", 1)],
+    ),
+    "JSON in a string": (
+        {"a": json.dumps(parts("<im", "age>"))},
+        [(f"a{{json}}.{PLACE}", "<image>", 1)],
+    ),
+    "a picture between": (
+        {"content": [{"type": "text", "text": "<im"}, {"type": "image"}, {"type": "text", "text": "age>"}]},
+        [],
+    ),
+    "two messages": (
+        {"messages": [{"role": "user", "content": "<im"}, {"role": "user", "content": "age>"}]},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("row,expected", SPLIT.values(), ids=SPLIT.keys())
+@pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+def test_markers_over_neighbouring_text_parts_are_found(row, expected, layout):
+    line = json.dumps(row, **layout)
+    assert found(line) == expected
+    assert not expected or len(SCANNER.candidates(line.encode(), in_lines="indent" not in layout))
+
+
+def test_what_the_safe_chat_breaks_the_census_names(safe_encoder):
+    """The same texts, one by one: a census without a finding means a conversation that needs no guard."""
+    from nemo_rl_ext.guards.chat import mark_messages
+
+    scanner = MarkerScanner(["<image>", "<img>", "</img>"])
+    texts = [text for text, _ in BEHIND.values()] + ["<image>", "clean", "a < b", "x<img>"]
+    for text in texts:
+        message = {"role": "user", "content": text}
+        broken = mark_messages(safe_encoder, [message])[0]["content"] != text
+        assert broken == bool(found({"messages": [message]}, scanner)), text
+
+
 def test_repeated_keys_are_all_swept():
     assert found('{"a": "<image>", "a": "clean", "a": "<img>"}') == [("a", "<image>", 1), ("a", "<img>", 1)]
 
@@ -90,7 +158,7 @@ def test_longest_marker_wins_where_markers_share_a_start():
 
 def test_nan_infinity_and_lone_surrogates_are_json_to_python_and_no_reason_to_skip():
     lines = b'{"a": NaN, "b": "<image>"}\n{"a": -Infinity}\n{"a": "\\ud800"}\n'
-    assert broken_lines(lines) == []
+    assert check_lines(lines)[1] == []
     assert found(lines.split(b"\n")[0].decode()) == [("b", "<image>", 1)]
 
 
@@ -109,21 +177,21 @@ BROKEN = [
 @pytest.mark.parametrize("line", BROKEN)
 def test_broken_lines_are_named_by_number(monkeypatch, with_msgspec, line):
     if not with_msgspec:
-        monkeypatch.setattr(census_scan, "msgspec", None)
+        monkeypatch.setattr(json_walk, "msgspec", None)
     block = b'{"ok": 1}\n\n' + line + b'\n{"ok": 2}\n'
-    assert [number for number, _ in broken_lines(block)] == [2]
+    assert [number for number, _ in check_lines(block)[1]] == [2]
 
 
 def test_a_row_over_two_lines_is_two_broken_lines():
-    assert [n for n, _ in broken_lines(b'{"a":\n1}\n')] == [0, 1]
+    assert [n for n, _ in check_lines(b'{"a":\n1}\n')[1]] == [0, 1]
 
 
 @pytest.mark.parametrize("depth", [1_000, 20_000])
 def test_deep_nesting_is_read_not_refused(depth):
     line = "[" * depth + json.dumps({"a": SEED_STRING}) + "]" * depth
-    assert broken_lines(line.encode()) == []
+    assert check_lines(line.encode())[1] == []
     assert [f.marker for f in SCANNER.findings(parse(line), file="f", line=1)] == ["<image>"]
-    assert [n for n, _ in broken_lines(("[" * depth).encode())] == [0]
+    assert [n for n, _ in check_lines(("[" * depth).encode())[1]] == [0]
 
 
 def test_large_strings_take_linear_work():
@@ -206,14 +274,16 @@ def test_any_row_has_the_markers_that_a_plain_walk_counts(row, ensure_ascii):
 @given(ROWS)
 def test_the_parser_for_deep_rows_agrees_with_json(row):
     text = json.dumps(row)
-    deep, shallow = _parse_deep(text), json.loads(text, object_pairs_hook=census_scan.Pairs)
+    deep, shallow = _parse_deep(text), json.loads(text, object_pairs_hook=json_walk.Pairs)
     assert [(field_path(p), t) for p, t in strings(deep)] == [(field_path(p), t) for p, t in strings(shallow)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=40) | st.text('{}[]",: \n<image>\\u0013c', max_size=40).map(str.encode))
 def test_no_bytes_crash_the_scanner(data):
-    broken = {n for n, _ in broken_lines(data)}
+    num_rows, broken = check_lines(data)
+    broken = {number for number, _ in broken}
+    assert num_rows == sum(1 for line in data.split(b"\n") if line.strip()) - len(broken)
     for number, line in enumerate(data.split(b"\n")):
         try:
             json.loads(line.decode("utf-8-sig")) if line.strip() else None

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 def census(
     ctx: typer.Context,
-    paths: Annotated[list[Path], typer.Argument(help="JSONL (plain, .gz, .zst) or Parquet files.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSON lines (plain, .gz, .zst, .bz2, .xz), Parquet, Arrow or Feather files; - reads standard input. "
+            "Leave patterns such as data/*.jsonl without quotes, so that the shell expands them."
+        ),
+    ],
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Tokenizer directory: say which markers survive as phantom tokens."),
@@ -27,7 +33,10 @@ def census(
     report: Annotated[Path | None, typer.Option(help="Write the whole report here as JSON.")] = None,
     fail: Annotated[
         bool,
-        typer.Option("--fail", help="Exit with 1 when a marker (with --tokenizer: a phantom) was found."),
+        typer.Option(
+            "--fail",
+            help="Exit with 1 when a marker (with --tokenizer: a phantom) was found, or anything was not read.",
+        ),
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
     show: Annotated[int, typer.Option(min=0, help="Findings to print.")] = 20,
@@ -48,7 +57,7 @@ def census(
     quiet = bool(getattr(ctx.obj, "quiet", False))
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
     with bar:
-        total = sum(path.stat().st_size for path in paths if path.is_file())
+        total = sum(path.stat().st_size for path in paths if path.is_file()) or None
         task = bar.add_task("census", total=total)
         found = take_census(paths, config, on_progress=lambda size: bar.advance(task, size))
     if report is not None:
@@ -61,18 +70,31 @@ def census(
 def _print(console: Console, found: CensusReport, show: int) -> None:
     lines = []
     for item in found.findings[:show]:
-        phantom = "" if item.phantom_tokens is None else f", {item.phantom_tokens} phantom token(s)"
+        phantom = "" if item.phantom_tokens is None else f", {_counted(item.phantom_tokens, 'phantom token')}"
         place = f"{item.file}:{item.line}: {item.path}"
         lines.append(f"{place}: {item.marker!r} x{item.count}{phantom} (id {item.example_id})")
-    if found.num_findings > show:
-        lines.append(f"... {found.num_findings - show} more; --report FILE keeps them")
+    lines += _more(found.num_findings, show, "findings")
     lines += [f"{b.file}:{b.line}: skipped, not JSON: {b.error}" for b in found.broken[:show]]
+    lines += _more(found.num_broken, show, "broken lines")
+    for unread in found.unread:
+        rows = f" ({_counted(unread.num_rows, 'row')} before it)" if unread.num_rows else ""
+        lines.append(f"{unread.file}: not read whole: {unread.error}{rows}")
     rate = found.num_rows / found.seconds if found.seconds else 0.0
-    phantoms = "" if found.num_phantom_tokens is None else f", {found.num_phantom_tokens} phantom tokens"
+    markers = f"{_counted(sum(found.by_marker.values()), 'marker')} in {_counted(found.num_rows_with_markers, 'row')}"
+    if found.num_phantom_tokens is not None:
+        markers += f", {_counted(found.num_phantom_tokens, 'phantom token')}"
     lines.append(
-        f"{found.num_rows} rows in {found.num_files} file(s), {found.num_broken} broken line(s): "
-        f"{sum(found.by_marker.values())} marker(s) in {found.num_rows_with_markers} row(s){phantoms}; "
-        f"{rate:,.0f} rows/s"
+        f"{_counted(found.num_rows, 'row')} in {_counted(found.num_files, 'file')}, "
+        f"{_counted(found.num_broken, 'broken line')}, {_counted(len(found.unread), 'file')} not read whole: "
+        f"{markers}; {rate:,.0f} rows/s"
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _more(count: int, show: int, name: str) -> list[str]:
+    return [f"... {count - show} more {name}; --report FILE keeps them"] if count > show else []
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
