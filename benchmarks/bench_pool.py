@@ -55,7 +55,8 @@ def make_work(folder: Path, *, num_groups: int, group_size: int, budget_share: f
     from nemo_rl_ext.align.families.nemotron import NemotronFamily
     from nemo_rl_ext.media.policy import MediaPolicy
     from nemo_rl_ext.media.reader import MediaReader, MediaSource
-    from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
+    from nemo_rl_ext.rollout.aligner import AlignerConfig
+    from nemo_rl_ext.rollout.fitting import TurnRequest
 
     model_dir = make_checkpoint(folder / "checkpoint")
     family = NemotronFamily.from_pretrained(model_dir)

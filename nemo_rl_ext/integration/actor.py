@@ -10,6 +10,7 @@ neither decodes nor resizes on the event loop.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import Any
@@ -18,17 +19,19 @@ import nemo_rl.environments.nemo_gym as nemo_gym
 from nemo_rl.experience.failures import RolloutDataFailure
 
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
-from nemo_rl_ext.integration.actor_alignment import ActorAlignment, RolloutPlan
-from nemo_rl_ext.integration.install import install_in_process
+from nemo_rl_ext.integration.actor_alignment import ActorAlignment
+from nemo_rl_ext.integration.in_process import install_in_process
+from nemo_rl_ext.integration.rollout_plan import RolloutPlan
+from nemo_rl_ext.integration.rollout_result import PLAN_KEY
 from nemo_rl_ext.integration.settings import ACTOR_KEY
 
 logger = logging.getLogger(__name__)
 
 # Read when this module is first imported, before the driver binds the name to the subclass below.
-UpstreamNemoGym: type = nemo_gym.NemoGym.__ray_metadata__.modified_class
+UpstreamNemoGym: Any = nemo_gym.NemoGym.__ray_metadata__.modified_class
 
 
-class AlignedNemoGym(UpstreamNemoGym):
+class AlignedNemoGym(UpstreamNemoGym):  # type: ignore[misc]  # known only at run time
     """NeMo-RL's `NemoGym` whose rollouts come back with media that fit their own placeholder runs."""
 
     def __init__(self, cfg: dict[str, Any]) -> None:
@@ -43,22 +46,22 @@ class AlignedNemoGym(UpstreamNemoGym):
             return
         handed_over = dict(handed_over)
         context = handed_over.pop("context", {})
-        self._alignment = ActorAlignment(
+        self._alignment = ActorAlignment.start(
+            MediaAlignmentConfig(**handed_over),
             processor=self._processor,
             tokenizer_config=cfg["tokenizer_config"],
             pad_dynamic_image_shapes=self._pad_dynamic_image_shapes,
-            settings=MediaAlignmentConfig(**handed_over),
             **context,
         )
         # Post-processing decodes and attaches on the event loop wherever it finds a processor.
-        self._processor = None
+        self._processor: Any = None
 
     async def run_rollouts(
         self,
-        nemo_gym_examples: list[dict],
+        nemo_gym_examples: list[dict[str, Any]],
         timer_prefix: str,
         deduplicate_multimodal_data: bool = False,
-    ) -> AsyncGenerator[tuple[int, dict, dict | None], None]:
+    ) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any] | None], None]:
         """Stream rollouts as NeMo-RL does, each aligned by then."""
         alignment: ActorAlignment | None = getattr(self, "_alignment", None)
         if alignment is None or self.rch is None:
@@ -67,33 +70,34 @@ class AlignedNemoGym(UpstreamNemoGym):
             ):
                 yield item
             return
-        if not isinstance(self.rch, _AligningCollection):
-            self.rch = _AligningCollection(self.rch, alignment)
         try:
             await alignment.encode_local_images(nemo_gym_examples)
         except (ValueError, RuntimeError) as error:
             raise RolloutDataFailure(str(error)) from None
-        call = self.rch.open(nemo_gym_examples, static_attached=deduplicate_multimodal_data)
+        # Calls run side by side in one actor: each gets a copy of it that holds the helper of this call.
+        call = copy.copy(self)
+        call.rch = AligningCollection(self.rch, alignment, static_attached=deduplicate_multimodal_data)
         try:
             async for item in UpstreamNemoGym.run_rollouts(
-                self, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data
+                call, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data
             ):
                 yield item
         finally:
-            self.rch.close(call)
+            call.rch.close()
 
     def _postprocess_nemo_gym_to_nemo_rl_result(
         self,
-        nemo_gym_row: dict,
-        nemo_gym_result: dict,
+        nemo_gym_row: dict[str, Any],
+        nemo_gym_result: dict[str, Any],
         tokenizer: Any,
         *,
         include_initial_multimodal_data: bool = True,
-    ) -> dict:
-        alignment: ActorAlignment | None = getattr(self, "_alignment", None)
-        plan: RolloutPlan | None = alignment.take(nemo_gym_result) if alignment is not None else None
+    ) -> dict[str, Any]:
+        plan: RolloutPlan | None = None
+        if isinstance(nemo_gym_result, dict):
+            plan = nemo_gym_result.pop(PLAN_KEY, None)
         include = include_initial_multimodal_data or (plan is not None and plan.keeps_initial)
-        result = UpstreamNemoGym._postprocess_nemo_gym_to_nemo_rl_result(
+        result: dict[str, Any] = UpstreamNemoGym._postprocess_nemo_gym_to_nemo_rl_result(
             self, nemo_gym_row, nemo_gym_result, tokenizer, include_initial_multimodal_data=include
         )
         if plan is None:
@@ -104,47 +108,48 @@ class AlignedNemoGym(UpstreamNemoGym):
             raise RolloutDataFailure(str(error)) from None
 
 
-class _AligningCollection:
-    """NeMo-Gym's rollout helper, whose results are aligned before anybody sees them.
+class AligningCollection:
+    """NeMo-Gym's rollout helper for one call, whose results are aligned before anybody sees them.
 
-    Everything else is the helper's own.
+    A result carries its plan under `PLAN_KEY` until it is post-processed. Everything else is the helper's own.
     """
 
-    def __init__(self, inner: Any, alignment: ActorAlignment) -> None:
-        self._inner, self._alignment = inner, alignment
-        self._static_attached: dict[int, bool] = {}
-        self._tasks: dict[int, list[asyncio.Task]] = {}
+    def __init__(self, inner: Any, alignment: ActorAlignment, *, static_attached: bool) -> None:
+        self._inner, self._alignment, self._static_attached = inner, alignment, static_attached
+        self._tasks: list[asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def open(self, examples: list[dict], *, static_attached: bool) -> int:
-        """Announce the call that will hand over exactly this list."""
-        self._static_attached[id(examples)] = static_attached
-        return id(examples)
-
-    def close(self, call: int) -> None:
-        """Give up what is left of a call; a failed rollout ends the stream of its siblings."""
-        self._static_attached.pop(call, None)
-        for task in self._tasks.pop(call, []):
-            task.cancel()
-
-    def run_examples(self, examples: list[dict], **options: Any) -> Iterator[Awaitable[tuple[dict, dict]]]:
-        static_attached = self._static_attached.get(id(examples), False)
-        # Eager, so that one rollout's pixels do not hold up its siblings; in completion order, as the inner helper.
-        tasks = [
-            asyncio.ensure_future(self._aligned(task, static_attached))
+    def run_examples(
+        self, examples: list[dict[str, Any]], **options: Any
+    ) -> Iterator[Awaitable[tuple[dict[str, Any], dict[str, Any]]]]:
+        """The helper's results in completion order, each with its plan."""
+        # Eager, so that one rollout's pixels do not hold up its siblings.
+        started = [
+            asyncio.ensure_future(self._aligned(task))
             for task in self._inner.run_examples(examples=examples, **options)
         ]
-        self._tasks[id(examples)] = tasks
-        return iter(asyncio.as_completed(tasks))
+        self._tasks += started
+        return iter(asyncio.as_completed(started))
 
-    async def _aligned(self, task: Awaitable[tuple[dict, dict]], static_attached: bool) -> tuple[dict, dict]:
+    def close(self) -> None:
+        """Give up what is left; a failed rollout ends the stream of its siblings."""
+        for task in self._tasks:
+            task.cancel()
+        # A finished task holds its result.
+        self._tasks.clear()
+
+    async def _aligned(
+        self, task: Awaitable[tuple[dict[str, Any], dict[str, Any]]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         row, result = await task
         # Anything else is a failed rollout, which NeMo-RL itself knows how to report.
         if isinstance(result, dict) and isinstance(result.get("response"), dict):
             try:
-                await self._alignment.plan(row, result, static_attached=static_attached)
+                plan = await self._alignment.plan(row, result, static_attached=self._static_attached)
             except (ValueError, RuntimeError) as error:
                 raise RolloutDataFailure(str(error)) from None
+            if plan is not None:
+                result[PLAN_KEY] = plan
         return row, result

@@ -30,7 +30,7 @@ def request_capture(config: Any) -> bool:
             logger.info("patch grids are recorded by the vLLM workers (policy.generation.vllm_cfg.%s)", key)
             return True
     logger.warning(
-        "geometry_source: captured was asked for, but policy.generation.vllm_cfg.%s are both taken: patch grids come "
+        "evidence: receipt was asked for, but policy.generation.vllm_cfg.%s are both taken: patch grids come "
         "from the placeholder runs",
         " and ".join(_PLUGIN_KEYS),
     )

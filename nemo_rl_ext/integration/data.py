@@ -17,6 +17,7 @@ from nemo_rl.data.datasets.response_datasets.nemogym_dataset import NemoGymDatas
 from nemo_rl.data.processors import PROCESSOR_REGISTRY
 from nemo_rl.data.processors import nemo_gym_data_processor as upstream_processor
 
+from nemo_rl_ext.integration.in_process import install_in_process
 from nemo_rl_ext.integration.settings import RecipeError
 from nemo_rl_ext.manifest.loading import MAX_ERRORS, ManifestError, RowFault, scan_manifest
 
@@ -50,12 +51,12 @@ class RowProcessor:
             datum_dict = {**datum_dict, "extra_env_info": json.dumps(row)}
         if getattr(task_data_spec, "video_sampling_style", None) is not None:
             try:
-                return upstream_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+                return dict(upstream_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx))
             except ValueError:
                 # NeMo-RL refuses a row without a video there, and nothing else of such a row is judged.
                 if has_static_video(row):
                     raise
-        datum = upstream_processor(datum_dict, None, tokenizer, max_seq_length, idx)
+        datum: dict[str, Any] = upstream_processor(datum_dict, None, tokenizer, max_seq_length, idx)
         for message in datum["message_log"]:
             # Integer like every other row's: a batch of both kinds is flattened before the rollout.
             message["token_ids"] = message["token_ids"].to(torch.int64)
@@ -66,8 +67,6 @@ class RowProcessor:
 
 
 def _receive() -> RowProcessor:
-    from nemo_rl_ext.integration.install import install_in_process
-
     install_in_process()
     return RowProcessor()
 
@@ -88,7 +87,7 @@ def has_static_video(row: dict[str, Any]) -> bool:
 
 
 def with_max_num_tiles(row: dict[str, Any], tiles: Any) -> dict[str, Any]:
-    """The row with the engine told how many tiles an image may take.
+    """The row with the number of tiles that the engine may give an image.
 
     Raises:
         ValueError: unless `tiles` is a positive integer.
@@ -101,7 +100,7 @@ def with_max_num_tiles(row: dict[str, Any], tiles: Any) -> dict[str, Any]:
     return row
 
 
-class MixedNemoGymDataset(NemoGymDataset):
+class MixedNemoGymDataset(NemoGymDataset):  # type: ignore[misc]  # known only at run time
     """NeMo-RL's `NemoGymDataset` whose rows are checked when they are loaded, and whose processor takes every kind.
 
     Usable from a recipe alone: `data.train.dataset_name: nemo_rl_ext.integration.data.MixedNemoGymDataset`.
@@ -117,7 +116,7 @@ class MixedNemoGymDataset(NemoGymDataset):
         super().__init__(data_path, repeat=repeat, **kwargs)
         tiles = kwargs.get(TILES_KEY)
         if tiles is not None:
-            self.dataset = self.dataset.add_column(TILES_KEY, [tiles] * len(self.dataset))
+            self.dataset: Any = self.dataset.add_column(TILES_KEY, [tiles] * len(self.dataset))
 
     def _check_rows(self, data_path: str) -> None:
         items = scan_manifest(data_path, check_media=False)
@@ -126,7 +125,7 @@ class MixedNemoGymDataset(NemoGymDataset):
             return
         listed = "\n".join(f"  {fault}" for fault in faults)
         if self.refuses_faults:
-            raise ManifestError(f"{data_path}: the manifest has faults; mend these lines:\n{listed}")
+            raise ManifestError(f"{data_path}: the manifest has faults; correct these lines:\n{listed}")
         logger.warning("%s: the manifest has faults, of which these are the first:\n%s", data_path, listed)
 
     def set_processor(self) -> None:

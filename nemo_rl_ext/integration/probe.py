@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nemo_rl_ext.integration.targets import IN_TREE_MARKERS, KNOWN_COMMIT, NAMES, TARGETS, Target
+from nemo_rl_ext.integration.upstream_contract import IN_TREE_MARKERS, KNOWN_COMMIT, NAMES, TARGETS, Target
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ def _tree(root: Path, module: str) -> ast.Module:
 
 
 def _version(root: Path) -> str:
-    """MAJOR.MINOR.PATCH of `package_info.py`, which does not tell commits apart; the targets above do."""
-    values = {}
+    """MAJOR.MINOR.PATCH of `package_info.py`, which is the same for many commits; the targets above are not."""
+    values: dict[str, object] = {}
     for node in _tree(root, "nemo_rl.package_info").body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             values |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}

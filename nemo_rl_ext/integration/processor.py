@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_ext.integration.names import extend_processor_names
+from nemo_rl_ext.integration.processor_allowlists import extend_processor_names
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def load_processor(tokenizer_config: Mapping[str, Any]) -> Any:
 
 
 def sync_chat_template(processor: Any, tokenizer_config: Mapping[str, Any]) -> Any:
-    """Give a processor the chat template that its tokenizer was told to use; returns the processor.
+    """Give a processor its tokenizer's chat template where a recipe overrides it; returns the processor.
 
     NeMo-RL's `get_tokenizer` copies the template only into a processor that has none, so an override leaves the
     processor rendering with the checkpoint's own.

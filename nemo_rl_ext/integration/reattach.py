@@ -7,14 +7,14 @@ Each function makes the replacement of one function of NeMo-RL out of the origin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
-from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
+from nemo_rl_ext.integration.rollout_result import RECORD_KEY, mask_sample
 from nemo_rl_ext.integration.static_check import check_static_turn
 from nemo_rl_ext.rollout.errors import MaskedFractionError
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
@@ -22,10 +22,12 @@ from nemo_rl_ext.rollout.provenance import (
     ROLLOUT_MATCHED_MEDIA_KEY,
     VIEWS,
     attach_rollout_media,
-    consume_marks,
-    detach_media,
+    marks_respected,
     media_of,
 )
+
+if TYPE_CHECKING:
+    from nemo_rl_ext.integration.record import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,11 @@ def reattach_respecting_marks(original: Callable[..., None]) -> Callable[..., No
     """For `rollouts._reattach_static_multimodal_payloads_to_result`: one call visits both views of a rollout."""
 
     def reattach(result: dict[str, Any], source_message_log: list[Message]) -> None:
-        logs = [result[view] for view in VIEWS if result.get(view)]
-        kept = _marked(logs)
-        original(result, source_message_log)
-        _restore(kept)
-        record: RolloutRecord | None = result.get(RECORD_KEY)
-        if record is not None:
-            _check_static(result, record, source_message_log)
-        consume_marks(message for log in logs for message in log)
+        with marks_respected([result[view] for view in VIEWS if result.get(view)]):
+            original(result, source_message_log)
+            record: RolloutRecord | None = result.get(RECORD_KEY)
+            if record is not None:
+                _check_static(result, record, source_message_log)
 
     return reattach
 
@@ -56,26 +55,11 @@ def attach_respecting_marks(original: Callable[..., None]) -> Callable[..., None
     """
 
     def attach(target_message_log: list[Message], source_message_log: list[Message]) -> None:
-        kept = _marked([target_message_log])
-        original(target_message_log, source_message_log)
-        _restore(kept)
-        if any(message.get("role") == "assistant" for message in target_message_log):
-            consume_marks(target_message_log)
+        is_last = any(message.get("role") == "assistant" for message in target_message_log)
+        with marks_respected([target_message_log], consume=is_last):
+            original(target_message_log, source_message_log)
 
     return attach
-
-
-def _marked(logs: Sequence[list[Message]]) -> list[tuple[Message, dict[str, Any]]]:
-    found = {
-        id(message): message for log in logs for message in log if message.get(ROLLOUT_MATCHED_MEDIA_KEY)
-    }
-    return [(message, media_of(message)) for message in found.values()]
-
-
-def _restore(kept: list[tuple[Message, dict[str, Any]]]) -> None:
-    for message, media in kept:
-        detach_media(message)
-        message.update(media)
 
 
 def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_log: list[Message]) -> None:
@@ -103,8 +87,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
         if report.neutral:
             lengths = [length for length in report.found if length]
             attach_rollout_media(message, record.family.neutral(lengths) if lengths else None)
-            full = result["full_result"]
-            full["instance_config"] = {**(full.get("instance_config") or {}), "mask_sample": True}
+            mask_sample(result)
             reports = [item for item in reports if item.turn != turn]
         if report.neutral or (turn, False) not in judged:
             reports.append(report)
@@ -138,46 +121,40 @@ class RowLedger:
         return {f"alignment/reason/{reason.value}": 0.0 for reason in Reason} | flat
 
 
-_ledgers: list[RowLedger] = []
-
-
 def group_with_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `rollouts._postprocess_single_nemo_gym_group`: add the metrics, and zero neutral rows where flags are off."""
+    """For `rollouts._postprocess_single_nemo_gym_group`: add the metrics, and zero neutral rows where flags are off.
 
-    def postprocess(nemo_gym_rows: list[dict], results: list[dict], *args: Any, **kwargs: Any) -> Any:
-        records = [result.pop(RECORD_KEY, None) for result in results]
+    A masked share above the limit leaves it as NeMo-RL's data failure, which is not retried as if the fleet were at
+    fault.
+    """
+    ledger: RowLedger | None = None
+
+    def postprocess(
+        nemo_gym_rows: list[dict[str, Any]], results: list[dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal ledger
+        records: list[RolloutRecord | None] = [result.pop(RECORD_KEY, None) for result in results]
         group = original(nemo_gym_rows, results, *args, **kwargs)
         known = [record for record in records if record is not None]
         if not known:
             return group
         if not kwargs.get("mask_env_flagged_samples", True):
             _zero_loss(group.final_batch, [record is not None and record.neutral for record in records])
-        if not _ledgers:
-            _ledgers.append(RowLedger(known[0].settings))
-        group.rollout_metrics.update(_ledgers[0].add(known))
+        if ledger is None:
+            ledger = RowLedger(known[0].settings)
+        try:
+            group.rollout_metrics.update(ledger.add(known))
+        except MaskedFractionError as error:
+            from nemo_rl.experience.failures import RolloutDataFailure
+
+            raise RolloutDataFailure(str(error)) from None
         return group
 
     return postprocess
 
 
-def _zero_loss(batch: Mapping[str, Any], neutral: list[bool]) -> None:
+def _zero_loss(batch: MutableMapping[str, Any], neutral: Sequence[bool]) -> None:
     if any(neutral):
         multiplier = batch["loss_multiplier"].clone()
-        for row, is_neutral in enumerate(neutral):
-            if is_neutral:
-                multiplier[row] = 0
+        multiplier[list(neutral)] = 0
         batch["loss_multiplier"] = multiplier
-
-
-def typed_masked_fraction(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn a masked-share stop into NeMo-RL's data failure, which is not retried as if the fleet were at fault."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except MaskedFractionError as error:
-            from nemo_rl.experience.failures import RolloutDataFailure
-
-            raise RolloutDataFailure(str(error)) from None
-
-    return call

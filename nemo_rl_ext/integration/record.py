@@ -9,9 +9,7 @@ from typing import Any
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.align.verdict import TurnReport
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
-
-RECORD_KEY = "_media_alignment"
-"""Key of a rollout result that holds its `RolloutRecord`; taken out before the result becomes a batch."""
+from nemo_rl_ext.integration.in_process import install_in_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,5 @@ class RolloutRecord:
 
 
 def _receive(values: dict[str, Any]) -> RolloutRecord:
-    from nemo_rl_ext.integration.install import install_in_process
-
     install_in_process()
     return RolloutRecord(**values)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ def check_static_turn(
     """Judge a user turn whose media are static; None for a turn without media, which NeMo-RL masks itself.
 
     Every tensor segment is compared with the runs in `token_ids`: one run per image, one per video tubelet of
-    `temporal_patch_size` frames. The report is neutral when any length differs: nothing on this side can tell what
+    `temporal_patch_size` frames. The report is neutral when any length differs: nothing on this side shows what
     the engine saw instead.
     """
     items = _items(message, family, temporal_patch_size)
@@ -59,10 +59,10 @@ def check_static_turn(
 def _items(
     message: Mapping[str, Any], family: NemotronFamily, temporal_patch_size: int
 ) -> list[MediaReport] | None:
-    sizes, frames = message.get("imgs_sizes"), message.get("num_frames")
-    if not is_packed(sizes) or not is_packed(frames):
+    packed = message.get("imgs_sizes"), message.get("num_frames")
+    if not all(map(is_packed, packed)):
         return None
-    sizes, frames = sizes.as_tensor(), frames.as_tensor()
+    sizes, frames = (value.as_tensor() for value in packed if value is not None)
     if sizes is None or frames is None:
         return None
     patch = family.tiler.patch_size
@@ -89,7 +89,9 @@ def _items(
     return items
 
 
-def _shares(items: list[MediaReport], found: tuple[int, ...]):
+def _shares(
+    items: list[MediaReport], found: tuple[int, ...]
+) -> Iterator[tuple[MediaReport, tuple[int, ...]]]:
     start = 0
     for item in items:
         end = start + len(item.expected)

@@ -7,22 +7,22 @@ order, from the sizes that the engine's own processor chose. A vLLM that is not 
 and says so; alignment then falls back to the placeholder runs.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import logging
-from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 logger = logging.getLogger("nemo_rl_ext.integration.vllm_plugin")
 
 _MARK = "_nemo_rl_ext_original"
-_MAX_PENDING = 8192
-
-# By id of the request object, which lives as long as its response is being made. A request that fails never takes
-# its entry, so the oldest are dropped.
-_pending: OrderedDict = OrderedDict()
+_GRIDS = "_nemo_rl_ext_media_grids"
+"""Attribute of a chat request that holds the grids of its images, for as long as its response is being made."""
 
 
-def grids_of(engine_input, patch_size):
+def grids_of(engine_input: Any, patch_size: int) -> list[list[int]] | None:
     """[height, width] in patches of every image of an engine input; None where the processor did not say."""
     processed = engine_input.get("mm_kwargs") if hasattr(engine_input, "get") else None
     items = processed.get("image", ()) if processed else ()
@@ -36,7 +36,7 @@ def grids_of(engine_input, patch_size):
     return grids
 
 
-def install():
+def install() -> bool:
     """Wrap the renderer and the chat server of vLLM, once per process; returns whether both are in place."""
     # The worker's process shows vLLM's own loggers only.
     if not logger.hasHandlers():
@@ -49,7 +49,10 @@ def install():
     except ImportError as error:
         logger.warning("patch grids are not recorded: this vLLM has no %s", error.name)
         return False
-    wanted = ((OnlineRenderer, "preprocess_chat"), (OpenAIServingChat, "chat_completion_full_generator"))
+    wanted: tuple[tuple[Any, str], ...] = (
+        (OnlineRenderer, "preprocess_chat"),
+        (OpenAIServingChat, "chat_completion_full_generator"),
+    )
     for owner, name in wanted:
         if not inspect.iscoroutinefunction(inspect.unwrap(getattr(owner, name, None) or print)):
             logger.warning("patch grids are not recorded: %s.%s is not a coroutine", owner.__name__, name)
@@ -64,10 +67,8 @@ def install():
     return True
 
 
-def _recording(original):
-    async def preprocess_chat(self, request, *args, **kwargs):
-        # A request that failed may have had this id.
-        _pending.pop(id(request), None)
+def _recording(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         rendered = await original(self, request, *args, **kwargs)
         try:
             grids = grids_of(rendered[1][0], self.model_config.hf_config.patch_size)
@@ -75,18 +76,17 @@ def _recording(original):
             logger.warning("the grids of a request were not recorded: %s", error)
             grids = None
         if grids:
-            _pending[id(request)] = grids
-            while len(_pending) > _MAX_PENDING:
-                _pending.popitem(last=False)
+            # Past pydantic, which would make a field of it.
+            request.__dict__[_GRIDS] = grids
         return rendered
 
     return preprocess_chat
 
 
-def _returning(original):
-    async def chat_completion_full_generator(self, request, *args, **kwargs):
+def _returning(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def chat_completion_full_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         response = await original(self, request, *args, **kwargs)
-        grids = _pending.pop(id(request), None)
+        grids = request.__dict__.pop(_GRIDS, None)
         if grids is not None:
             for choice in getattr(response, "choices", ()):
                 choice.message.media_grids = grids

@@ -7,10 +7,9 @@ once, when it starts; calls carry token ids and media references, results carry 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,41 +21,12 @@ from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.plan import EngineRequest
-from nemo_rl_ext.align.turn import AlignedTurn, align_turn
-from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
 from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnRequest:
-    """One turn to align: its ids [tokens], its media in prompt order, and what is known about the engine.
-
-    `facts` are what was measured of the media before (one per item), so that a turn with nothing to repair touches
-    no file; without them each item is measured again. `static_grids` are the grids of the static tensors that the
-    driver holds for this turn, one per run, None where it holds none. A matched turn then comes back without
-    tensors. `earlier_media` and `later_media` are those of the same engine request before and after this turn's.
-    """
-
-    row_id: str
-    turn: int
-    token_ids: np.ndarray
-    media: tuple[MediaSource, ...]
-    facts: tuple[MediaFacts, ...] | None = None
-    static_grids: tuple[Grid, ...] | None = None
-    captured: tuple[Grid, ...] | None = None
-    max_model_len: int | None = None
-    earlier_media: tuple[MediaSource, ...] = ()
-    later_media: tuple[MediaSource, ...] = ()
-
-    def identity(self) -> Hashable:
-        """Equal for two turns of one row that must come out equal."""
-        media = (self.earlier_media, self.media, self.later_media)
-        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured
+from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,90 +128,16 @@ class RolloutAligner:
 
     def align(self, turns: Sequence[TurnRequest]) -> list[AlignedTurn]:
         """Align turns. Equal repairs within one call share their tensors, also in the caller's process."""
-        items: dict[MediaSource, MediaItem] = {}
-        shared: dict[Any, MediaTensors] = {}
-        return [self._align_turn(turn, items, shared) for turn in turns]
+        fitting = TurnFitting(family=self.family, render=self.render, measure=self.reader.measure)
+        return [self._align_turn(turn, fitting) for turn in turns]
 
-    def _align_turn(
-        self, turn: TurnRequest, items: dict[MediaSource, MediaItem], shared: dict[Any, MediaTensors]
-    ) -> AlignedTurn:
+    def _align_turn(self, turn: TurnRequest, fitting: TurnFitting) -> AlignedTurn:
         started = time.perf_counter()
         if turn.facts is None:
-            media = [self._item(source, items) for source in turn.media]
+            media = tuple(fitting.item(source) for source in turn.media)
         else:
-            media = [
+            media = tuple(
                 self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)
-            ]
-
-        aligned = self._judge(turn, media, turn.static_grids, items)
-        return self._result(turn, aligned, started, shared)
-
-    def _judge(
-        self,
-        turn: TurnRequest,
-        media: Sequence[MediaItem],
-        static_grids: tuple[Grid, ...] | None,
-        items: dict[MediaSource, MediaItem],
-    ) -> AlignedTurn:
-        """Align a turn against static grids; a tie is judged once more with the whole engine request."""
-
-        def align(request: EngineRequest | None = None) -> AlignedTurn:
-            return align_turn(
-                turn.token_ids,
-                media,
-                family=self.family,
-                static=None if static_grids is None else MediaTensors(grids=static_grids, values={}),
-                captured=turn.captured,
-                request=request,
-                render=self.render,
-                row_id=turn.row_id,
-                turn=turn.turn,
             )
-
-        aligned = align()
-        # Only a tie needs the request's other media, whose files have to be opened.
-        if Reason.AMBIGUOUS_GRID in aligned.report.reasons() and (
-            request := self._engine_request(turn, items)
-        ):
-            aligned = align(request)
-        return aligned
-
-    def _result(
-        self, turn: TurnRequest, aligned: AlignedTurn, started: float, shared: dict[Any, MediaTensors]
-    ) -> AlignedTurn:
-        """What is sent back: tensors only where they are not the static ones, and once for equal repairs."""
-        if not aligned.changed:
-            return AlignedTurn(tensors=None, report=aligned.report, changed=False)
-        tensors = aligned.tensors
-        if tensors is not None:
-            key = (
-                tuple((source.ref, source.kind) for source in turn.media),
-                tensors.grids,
-                aligned.report.neutral,
-            )
-            tensors = shared.setdefault(key, self._completed(tensors))
-        report = dataclasses.replace(aligned.report, repair_ms=(time.perf_counter() - started) * 1e3)
-        return AlignedTurn(tensors=tensors, report=report, changed=True)
-
-    def _completed(self, tensors: MediaTensors) -> MediaTensors:
-        """Tensors of a repair as the training side wants them."""
-        return tensors
-
-    def _engine_request(self, turn: TurnRequest, items: dict[MediaSource, MediaItem]) -> EngineRequest | None:
-        if turn.max_model_len is None:
-            return None
-        every = [
-            self._item(source, items) for source in (*turn.earlier_media, *turn.media, *turn.later_media)
-        ]
-        if any(item.error or item.kind != "image" for item in every):
-            return None
-        return EngineRequest(
-            max_model_len=turn.max_model_len,
-            sizes=tuple(item.size for item in every),
-            first=len(turn.earlier_media),
-        )
-
-    def _item(self, source: MediaSource, items: dict[MediaSource, MediaItem]) -> MediaItem:
-        if source not in items:
-            items[source] = self.reader.measure(source)
-        return items[source]
+        aligned = fitting.judge(turn, media, turn.static_grids)
+        return fitting.result(turn, aligned, (time.perf_counter() - started) * 1e3)

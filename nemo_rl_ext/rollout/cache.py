@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -53,7 +53,7 @@ class RenderCache:
     def __init__(self, family: MediaFamily, max_bytes: int) -> None:
         self.family = family
         self.hits = self.misses = 0
-        self.store: RecentlyUsed = RecentlyUsed(max_bytes)
+        self.store: RecentlyUsed[Any] = RecentlyUsed(max_bytes)
 
     @property
     def num_bytes(self) -> int:

@@ -18,8 +18,9 @@ from nemo_rl_ext.align.plan import plan_turn
 from nemo_rl_ext.align.runs import find_runs
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
-from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn, TurnRequest
+from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn
 from nemo_rl_ext.rollout.errors import AlignerDiedError, AlignerFailedError
+from nemo_rl_ext.rollout.fitting import TurnRequest
 
 logger = logging.getLogger(__name__)
 

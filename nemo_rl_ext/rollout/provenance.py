@@ -9,7 +9,8 @@ a Ray hop), so the mark may be consumed only after both views were visited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_ext.align.families.family import MediaTensors
@@ -43,6 +44,32 @@ def media_of(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if is_packed(value)}
 
 
+@contextlib.contextmanager
+def marks_respected(logs: Sequence[Sequence[Message]], *, consume: bool = True) -> Iterator[None]:
+    """Let media be attached to messages inside the block: what a mark protects is put back, then marks are consumed.
+
+    `logs` are all the views of a rollout that the block visits; they may share messages. A mark never reaches a
+    forward: pass `consume=False` only where a later call visits the same messages again.
+    """
+    protected = [
+        (message, media_of(message))
+        for log in logs
+        for message in log
+        if message.get(ROLLOUT_MATCHED_MEDIA_KEY)
+    ]
+    yield
+    for message, media in protected:
+        detach_media(message)
+        message.update(media)
+    if consume:
+        consume_marks(message for log in logs for message in log)
+
+
+def consume_marks(messages: Iterable[Message]) -> int:
+    """Remove the mark from every message, so that it never reaches a forward; returns how many were marked."""
+    return sum(message.pop(ROLLOUT_MATCHED_MEDIA_KEY, False) for message in messages)
+
+
 def reattach_static_media(rollout: Mapping[str, Any], static_log: Sequence[Mapping[str, Any]]) -> None:
     """Attach a prompt's static media to a rollout's user turns, in place, wherever no mark protects them.
 
@@ -62,14 +89,8 @@ def reattach_static_media(rollout: Mapping[str, Any], static_log: Sequence[Mappi
             f"a rollout came back with {found} user turns where static media of {len(sources)} turns were to be "
             "attached: they cannot be attached to the right turns; a rollout must not drop prompt messages"
         )
-    for targets in users:
-        for source, target in zip(sources, targets, strict=False):
-            if not target.get(ROLLOUT_MATCHED_MEDIA_KEY):
+    with marks_respected(logs):
+        for targets in users:
+            for source, target in zip(sources, targets, strict=False):
                 detach_media(target)
                 target.update(media_of(source))
-    consume_marks(message for log in logs for message in log)
-
-
-def consume_marks(messages: Iterable[Message]) -> int:
-    """Remove the mark from every message, so that it never reaches a forward; returns how many were marked."""
-    return sum(message.pop(ROLLOUT_MATCHED_MEDIA_KEY, False) for message in messages)

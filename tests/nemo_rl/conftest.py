@@ -221,7 +221,8 @@ def _stop_head(head: subprocess.Popen, directory: str) -> None:
 @pytest.fixture
 def installed():
     """The driver's hooks, taken out again afterwards."""
-    from nemo_rl_ext.integration.install import install_driver, uninstall
+    from nemo_rl_ext.integration.in_process import uninstall
+    from nemo_rl_ext.integration.install import install_driver
 
     assert install_driver()
     yield

@@ -197,7 +197,7 @@ def rollout_in_driver(
     )
 
 
-def engine_recipe(root, directory, model, images, *, geometry="runs", **fields):
+def engine_recipe(root, directory, model, images, *, evidence="runs", **fields):
     """A recipe of two prompts, one per list of image sizes, whose tokenizer is the engine's; `fields` join the rows."""
     import conftest
 
@@ -207,7 +207,7 @@ def engine_recipe(root, directory, model, images, *, geometry="runs", **fields):
         for index, sizes in enumerate(images)
     ]
     config = image_recipe(root, checkpoint, write_rows(directory / "rows.jsonl", rows), dedup=True)
-    config.grpo.media_alignment["geometry_source"] = geometry
+    config.grpo.media_alignment["evidence"] = evidence
     return config
 
 

@@ -33,7 +33,8 @@ def cpu(pids):
 
 
 def measure(root, checkpoint, rows, *, aligned, dedup):
-    from nemo_rl_ext.integration.install import install_driver, uninstall
+    from nemo_rl_ext.integration.in_process import uninstall
+    from nemo_rl_ext.integration.install import install_driver
 
     if aligned:
         assert install_driver()

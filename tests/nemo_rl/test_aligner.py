@@ -81,8 +81,8 @@ def test_the_images_of_a_prompt_group_are_opened_once(aligner, measured):
 def test_the_tensors_of_a_prompt_group_are_made_once_and_are_the_processors_own(aligner, monkeypatch):
     picked = picture(160, 320, 3)
     calls = []
-    real = aligner._run_processor
-    monkeypatch.setattr(aligner, "_run_processor", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = aligner.static.process
+    monkeypatch.setattr(aligner.static, "process", lambda *a, **k: calls.append(1) or real(*a, **k))
     turns = [turn([url(encoded(picked))], [50], attached=False) for _ in range(3)]
     found = [aligner.align([one])[0] for one in turns]
     assert len(calls) == 1 and not any(aligned.changed for aligned in found)

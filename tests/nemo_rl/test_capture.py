@@ -31,7 +31,7 @@ def test_the_free_plugin_key_is_used_once(recipe, checkpoint, installed):
     ]  # inherited from NeMo-RL's recipe
     assert own.endswith("nano_v3_reasoning_parser.py")
     for _ in range(2):
-        assert set_up(recipe, checkpoint) == ([own, str(PLUGIN)], "captured")
+        assert set_up(recipe, checkpoint) == ([own, str(PLUGIN)], "receipt")
 
 
 def test_with_both_keys_free_one_stays_free(recipe, checkpoint, installed):

@@ -92,9 +92,9 @@ def test_the_row_processor_installs_where_it_is_unpickled(installed):
     from nemo_rl.experience import rollouts
 
     from nemo_rl_ext.integration.data import RowProcessor
-    from nemo_rl_ext.integration.install import uninstall
+    from nemo_rl_ext.integration.in_process import is_wrapped, uninstall
 
     sent = pickle.dumps(RowProcessor())
     uninstall()
     assert isinstance(pickle.loads(sent), RowProcessor)
-    assert hasattr(rollouts._reattach_static_multimodal_payloads_to_result, "_nemo_rl_ext_original")
+    assert is_wrapped(rollouts._reattach_static_multimodal_payloads_to_result)

@@ -74,7 +74,7 @@ def test_with_the_flag_off_a_run_is_the_one_without_the_package(tmp_path, ray_he
         "nemo_rl_ext.integration",
         "nemo_rl_ext.integration.probe",
         "nemo_rl_ext.integration.settings",
-        "nemo_rl_ext.integration.targets",
+        "nemo_rl_ext.integration.upstream_contract",
     ]
     assert off == plain
     # They hold pixels and runs that do not fit: nothing was repaired, nothing is empty.

@@ -60,7 +60,7 @@ def test_with_the_flag_off_the_script_runs_and_nothing_is_imported(tmp_path, blo
         "nemo_rl_ext.integration",
         "nemo_rl_ext.integration.probe",
         "nemo_rl_ext.integration.settings",
-        "nemo_rl_ext.integration.targets",
+        "nemo_rl_ext.integration.upstream_contract",
     }
 
 

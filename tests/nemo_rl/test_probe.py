@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
-from nemo_rl_ext.integration.targets import KNOWN_COMMIT, NAMES, TARGETS
+from nemo_rl_ext.integration.upstream_contract import KNOWN_COMMIT, NAMES, TARGETS
 
 
 @pytest.fixture

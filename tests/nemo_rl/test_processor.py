@@ -29,7 +29,7 @@ from nemo_rl.data.multimodal_utils import uses_image_placeholder
 from nemo_rl.environments import nemo_gym_video, nemotron_utils
 processor = get_tokenizer({{"name": {str(super_checkpoint)!r}}}, get_processor=True)
 before = uses_image_placeholder(processor)
-from nemo_rl_ext.integration.names import extend_processor_names
+from nemo_rl_ext.integration.processor_allowlists import extend_processor_names
 extend_processor_names()
 extend_processor_names()
 name = type(processor).__name__

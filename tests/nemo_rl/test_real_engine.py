@@ -22,26 +22,26 @@ def test_a_real_engine_fits_three_over_budget_images_and_training_follows(
     assert total("media_repaired") == 6 and total("media_matched") == 2 and total("rows_masked") == 0
 
 
-@pytest.mark.parametrize("geometry", ["runs", "captured"])
+@pytest.mark.parametrize("evidence", ["runs", "receipt"])
 def test_recorded_grids_settle_what_runs_leave_open(
-    geometry, engine, tmp_path, ray_head, installed, nemo_rl_root, monkeypatch
+    evidence, engine, tmp_path, ray_head, installed, nemo_rl_root, monkeypatch
 ):
     # 240 tokens each: 32 x 30 patches in the engine, which 30 x 32 would explain as well.
     lines = {
         "runs": ["patch grids from the placeholder runs"],
-        "captured": [
+        "receipt": [
             "patch grids from the engine's record",
             "the engine's patch grids arrive with the rollouts",
         ],
     }
-    before = [said(line) for line in lines[geometry]]
+    before = [said(line) for line in lines[evidence]]
     images = ([(500, 500)] * 2, [(160, 320)])
     model, url = engine
-    config = engine_recipe(nemo_rl_root, tmp_path, model, images, geometry=geometry)
+    config = engine_recipe(nemo_rl_root, tmp_path, model, images, evidence=evidence)
     sizes, found, total, _ = play(config, monkeypatch, url)
-    assert [said(line) for line in lines[geometry]] == [count + 1 for count in before]
+    assert [said(line) for line in lines[evidence]] == [count + 1 for count in before]
     assert found == 2 * 2 * 240 + 2 * 50
-    if geometry == "captured":
+    if evidence == "receipt":
         assert sizes == sorted(2 * [[[512, 480]] * 2] + 2 * [[[160, 320]]])
         assert total("media_repaired") == 4 and total("rows_masked") == 0
     else:

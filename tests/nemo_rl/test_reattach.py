@@ -11,8 +11,9 @@ from nemo_rl.experience import rollout_manager, rollouts
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
-from nemo_rl_ext.integration.install import install_in_process, uninstall
-from nemo_rl_ext.integration.record import RECORD_KEY, RolloutRecord
+from nemo_rl_ext.integration.in_process import install_in_process, is_wrapped, uninstall
+from nemo_rl_ext.integration.record import RolloutRecord
+from nemo_rl_ext.integration.rollout_result import RECORD_KEY
 from nemo_rl_ext.integration.static_check import check_static_turn
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY
 
@@ -167,7 +168,7 @@ def test_a_turn_without_media_is_left_to_nemo_rl(family):
 
 def test_unpickling_a_record_installs_the_hooks(family):
     uninstall()
-    assert not hasattr(rollouts._reattach_static_multimodal_payloads_to_result, "_nemo_rl_ext_original")
+    assert not is_wrapped(rollouts._reattach_static_multimodal_payloads_to_result)
     rollout([6], family)
-    assert hasattr(rollouts._reattach_static_multimodal_payloads_to_result, "_nemo_rl_ext_original")
-    assert hasattr(rollouts._postprocess_single_nemo_gym_group, "_nemo_rl_ext_original")
+    assert is_wrapped(rollouts._reattach_static_multimodal_payloads_to_result)
+    assert is_wrapped(rollouts._postprocess_single_nemo_gym_group)

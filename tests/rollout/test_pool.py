@@ -12,7 +12,8 @@ from PIL import Image
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
-from nemo_rl_ext.rollout.aligner import AlignerConfig, TurnRequest
+from nemo_rl_ext.rollout.aligner import AlignerConfig
+from nemo_rl_ext.rollout.fitting import TurnRequest
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.grpo.collecting.player import Conversation
 from nemo_rl_ext.grpo.collecting.rollouts import Rollout, merge_static
-from nemo_rl_ext.rollout.aligner import TurnRequest
+from nemo_rl_ext.rollout.fitting import TurnRequest
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.provenance import attach_rollout_media, reattach_static_media
 from nemo_rl_ext.rollout.segments import EngineTurn, UserTurn, to_segments

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's own processor: the tensors and patch grids that it gives images without knowing any rollout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+
+from nemo_rl_ext.align.families.family import MediaTensors
+from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.items import MediaItem
+
+logger = logging.getLogger(__name__)
+
+_REBUILT = {"pixel_values", "imgs_sizes", "num_frames"}
+_PROBE_SIZES: tuple[tuple[int, int], ...] = ((320, 160), (97, 613), (1900, 41), (512, 512))
+"""(width, height) of the blank images on which a processor's grids are compared with the tiler's at start-up."""
+
+
+class StaticProcessor:
+    """A live processor of a NeMo-RL recipe and what was learnt about it at start-up.
+
+    `predictable`: the family's arithmetic gives the processor's grids, so that they are known without running it.
+
+    Raises:
+        ValueError: when the processor returns tensors that a repair could not rebuild.
+    """
+
+    def __init__(self, processor: Any, family: NemotronFamily) -> None:
+        self.processor, self.family = processor, family
+        self._extra_values = self._learn_extra_values()
+        self.predictable = self._arithmetic_gives_its_grids()
+
+    def predict(self, sizes: Sequence[Size]) -> tuple[Grid, ...]:
+        """The grids of one message's images of these (height, width), by arithmetic alone."""
+        return self.family.static_grids([MediaItem(size=size, source="") for size in sizes])
+
+    def process(self, images: Sequence[Image.Image], *, pad: bool) -> MediaTensors:
+        """One message's images as NeMo-RL attaches them; `pad` where they may differ in size."""
+        from nemo_rl.data.multimodal_utils import attach_image_model_inputs_to_message
+
+        message: dict[str, Any] = {}
+        attach_image_model_inputs_to_message(
+            message, images=list(images), processor=self.processor, pad_dynamic_image_shapes=pad
+        )
+        values = {key: value.as_tensor() for key, value in message.items()}
+        patch = self.family.tiler.patch_size
+        grids = tuple(
+            Grid(height // patch, width // patch) for height, width in values["imgs_sizes"].tolist()
+        )
+        return MediaTensors(grids=grids, values=values)
+
+    def completed(self, tensors: MediaTensors) -> MediaTensors:
+        """A repair's tensors with the keys that the processor returns besides those that a repair rebuilds."""
+        extra = {key: value.repeat(len(tensors.grids)) for key, value in self._extra_values.items()}
+        return MediaTensors(grids=tensors.grids, values={**tensors.values, **extra})
+
+    def _learn_extra_values(self) -> dict[str, torch.Tensor]:
+        """Keys beyond those that a repair rebuilds, with their values for one image."""
+        values = self.process([Image.new("RGB", (64, 64))], pad=False).values
+        extra = {key: value for key, value in values.items() if key not in _REBUILT}
+        # One entry of 1 per image counts tiles; with dynamic resolution every image is one tile.
+        unknown = [key for key, value in extra.items() if value.shape != (1,) or value.item() != 1]
+        if unknown:
+            raise ValueError(
+                f"{type(self.processor).__name__} also returns {', '.join(unknown)}, which a repair does not know how "
+                "to rebuild; switch grpo.media_alignment off for this checkpoint"
+            )
+        return extra
+
+    def _arithmetic_gives_its_grids(self) -> bool:
+        images = [Image.new("RGB", size) for size in _PROBE_SIZES]
+        predicted = self.predict([(image.height, image.width) for image in images])
+        found = self.process(images, pad=True).grids
+        if predicted != found:
+            logger.warning(
+                "%s gives blank images of %s the grids %s, its configuration suggests %s: static tensors are made "
+                "to be compared, which takes longer",
+                type(self.processor).__name__,
+                list(_PROBE_SIZES),
+                list(map(str, found)),
+                list(map(str, predicted)),
+            )
+        return predicted == found
