@@ -46,7 +46,7 @@ def settings_of(config: Any) -> MediaAlignmentConfig:
             key: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
             for key, value in block.items()
         }
-        settings = MediaAlignmentConfig(**values)
+        settings = MediaAlignmentConfig.model_validate(values)
     except ValidationError as error:
         known = ", ".join(MediaAlignmentConfig.model_fields)
         faults = "; ".join(
