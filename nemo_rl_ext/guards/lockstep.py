@@ -67,7 +67,7 @@ def plan_lockstep(
     micro-batches do not depend on the order.
 
     Raises:
-        ValueError: when ranks have different numbers of rows, and so of micro-batches: no order mends that.
+        ValueError: when ranks have different numbers of rows, and so of micro-batches: no order can fix that.
     """
     if micro_batch_size < 1:
         raise ValueError(f"lockstep: micro_batch_size must be at least 1, got {micro_batch_size}")
