@@ -220,7 +220,8 @@ def _scanner(config: CensusConfig) -> MarkerScanner:
     from nemo_rl_ext.guards.encode import control_tokens, well_formed
 
     tokenizer = _load_tokenizer(config.tokenizer)
-    ids = control_tokens(tokenizer)
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    ids = control_tokens(tokenizer, known.intersection(config.markers))
     own = [literal for literal in ids if _MEDIA_WORD.search(literal)]
     markers = config.markers or (*DEFAULT_MARKERS, *own)
 

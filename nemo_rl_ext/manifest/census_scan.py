@@ -18,16 +18,10 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.guards.literals import EscapedPattern, plain_pattern
+from nemo_rl_ext.guards.markers import MEDIA_MARKERS
 from nemo_rl_ext.manifest.json_walk import example_id, field_path, parse, strings, text_runs
 
-# What released vision-language checkpoints use; a tokenizer adds its own.
-DEFAULT_MARKERS = (
-    "<image>", "</image>", "<img>", "</img>", "<video>", "</video>", "<audio>", "</audio>",
-    "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|media_pad|>",
-    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|media_begin|>", "<|media_end|>",
-    "<|media_content|>", "<IMG_CONTEXT>", "<image_soft_token>", "<start_of_image>", "<end_of_image>",
-    "<so_start>", "<so_embedding>", "<so_end>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
-)  # fmt: skip
+DEFAULT_MARKERS = MEDIA_MARKERS
 
 # From here on the search over bytes wins over a regular expression, as for pictures in base64.
 _LONG_TEXT = 1024
