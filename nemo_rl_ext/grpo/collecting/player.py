@@ -93,7 +93,7 @@ class Player:
         """The last answer as text, special tokens left out."""
         if not conversation.turns:
             return ""
-        return self.renderer.tokenizer.decode(conversation.turns[-1].token_ids, skip_special_tokens=True)
+        return str(self.renderer.tokenizer.decode(conversation.turns[-1].token_ids, skip_special_tokens=True))
 
     def _play_turn(self, played: list[list[Conversation]], turn: int, sampling: Sampling, step: int) -> None:
         """One engine request per distinct prompt: a group's first turn is one request with n samples."""

@@ -56,7 +56,7 @@ class PromptRenderer:
     def _text(self, chat: Sequence[dict[str, Any]]) -> str:
         """The template's text over marked content; only `_ids` may read it."""
         marked = mark_messages(self._encoder, chat)
-        return self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        return str(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
 
     def _ids(self, marked: str) -> np.ndarray:
         return np.array(self._encoder.encode_marked(marked).ids, dtype=np.int32)
