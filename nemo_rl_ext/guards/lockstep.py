@@ -185,5 +185,5 @@ def dummy_pixels(
     import torch
 
     side = patch_size * merge_size
-    options = {} if like is None else {"dtype": like.dtype, "device": like.device}
-    return torch.zeros(num_frames, 3, side, side, **options)
+    shape = (num_frames, 3, side, side)
+    return torch.zeros(shape) if like is None else like.new_zeros(shape)
