@@ -19,8 +19,8 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.guards.sampling import media_token_ban
-from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaReader, MediaSource

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, media_by_turn
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult, VideoInput
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.aligner import StaticTurn
