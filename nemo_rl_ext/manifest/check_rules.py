@@ -113,7 +113,7 @@ def markers_in_text(row: ManifestRow, scanner: MarkerScanner) -> Problems:
 
 
 def _plain(message: BaseModel) -> dict[str, Any]:
-    return message.model_dump(by_alias=True)
+    return message.model_dump(by_alias=True, exclude={"output"})  # a tool's output is its `content` already
 
 
 def misspelled_keys(row: ManifestRow) -> Problems:
