@@ -203,7 +203,8 @@ def media_scanner(tokenizer: Any = None, markers: Sequence[str] = ()) -> MarkerS
         return MarkerScanner(markers or DEFAULT_MARKERS)
     from nemo_rl_ext.guards.encode import control_tokens, well_formed
 
-    ids = control_tokens(tokenizer)
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    ids = control_tokens(tokenizer, known.intersection(markers))
     own = [literal for literal in ids if _MEDIA_WORD.search(literal)]
 
     def count_phantoms(text: str, marker: str) -> int:
