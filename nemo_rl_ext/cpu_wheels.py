@@ -18,12 +18,6 @@ interpreter there, Ray workers included, calls ``activate()`` at start. That is 
 
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-    from typing import Any
-
 PTH_NAME = "nemo_rl_ext_cpu_wheels.pth"
 # Silent when the package has moved away: a broken .pth would print a traceback at every interpreter start.
 # site executes only lines that begin with "import", one line at a time, hence the exec.
@@ -33,16 +27,15 @@ PTH_LINE = (
     ")\n"
 )
 
-_keep_alive: "list[Any]" = []  # torch drops a library's operators when its Library object is collected
+_keep_alive = []  # torch drops a library's operators when its Library object is collected
 
 
-def _torch_is_cpu_only() -> bool:
+def _torch_is_cpu_only():
     torch = sys.modules.get("torch")
-    version = getattr(torch, "version", None)
-    return version is not None and version.cuda is None and getattr(version, "hip", None) is None
+    return torch is not None and torch.version.cuda is None and getattr(torch.version, "hip", None) is None
 
 
-def _declare_torchvision_ops(module: "Any") -> None:
+def _declare_torchvision_ops(module):
     """Declare the two operators that torchvision registers meta kernels for, if its own library did not."""
     if module._has_ops() or not _torch_is_cpu_only():
         return
@@ -54,13 +47,13 @@ def _declare_torchvision_ops(module: "Any") -> None:
     _keep_alive.append(library)
 
 
-def _tolerate_missing_torchaudio_library(module: "Any") -> None:
+def _tolerate_missing_torchaudio_library(module):
     """Make torchaudio treat a library that cannot be loaded like one that was not built."""
     load = module._load_lib
 
-    def load_or_skip(lib: str) -> bool:
+    def load_or_skip(lib):
         try:
-            loaded = bool(load(lib))
+            loaded = load(lib)
             if loaded and lib == "_torchaudio":
                 # torchaudio raises when the first loads and the second does not; try both before saying yes.
                 load("libtorchaudio")
@@ -74,7 +67,7 @@ def _tolerate_missing_torchaudio_library(module: "Any") -> None:
 
 
 # Module -> what to do once it has run; None: only turn its OSError into the ImportError that callers expect.
-_CURES: "dict[str, Callable[[ModuleType], None] | None]" = {
+_CURES = {
     "torchvision.extension": _declare_torchvision_ops,
     "torchaudio._extension.utils": _tolerate_missing_torchaudio_library,
     "torchcodec": None,
@@ -84,19 +77,19 @@ _CURES: "dict[str, Callable[[ModuleType], None] | None]" = {
 class _CuringLoader:
     """Runs the real loader, then the cure; afterwards the module carries its real loader again."""
 
-    def __init__(self, loader: "Any", cure: "Callable[[ModuleType], None] | None") -> None:
+    def __init__(self, loader, cure):
         self._loader = loader
         self._cure = cure
 
-    def __getattr__(self, name: str) -> "Any":
+    def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def create_module(self, spec: "Any") -> "Any":
+    def create_module(self, spec):
         return self._loader.create_module(spec)
 
-    def exec_module(self, module: "Any") -> None:
+    def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self._loader
         try:
             self._loader.exec_module(module)
@@ -112,7 +105,7 @@ class _CuringLoader:
 class _CuringFinder:
     """Asks the other finders for the few modules in ``_CURES`` and wraps the loader they name."""
 
-    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+    def find_spec(self, name, path=None, target=None):
         if name not in _CURES:
             return None
         for finder in sys.meta_path:
@@ -125,13 +118,13 @@ class _CuringFinder:
         return None
 
 
-def activate() -> None:
+def activate():
     """Put the finder in front of ``sys.meta_path``; calling it again changes nothing."""
     if not any(type(finder).__name__ == _CuringFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _CuringFinder())
 
 
-def install(site_packages: str | None = None) -> str:
+def install(site_packages=None):
     """Write the ``.pth`` file into site-packages (default: this interpreter's) and return its path."""
     import os
     import sysconfig

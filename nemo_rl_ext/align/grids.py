@@ -13,12 +13,13 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Grid(NamedTuple):
@@ -73,7 +74,8 @@ class DynamicTiler:
             height, width = math.ceil(factor * height), math.ceil(factor * width)
         height = self._snap(height, width, budget)
         width = self._snap(width, height, budget)
-        return Grid(height, width)
+        # A sliver may be left without a single patch across, on which the engine itself fails.
+        return Grid(max(height, self.merge_size), max(width, self.merge_size))
 
     def _snap(self, side: int, other: int, budget: int) -> int:
         """Round one side to the merge size: up where the budget allows it, down otherwise."""
@@ -130,6 +132,41 @@ class DynamicTiler:
             budgets = scaled if shrank else [self.min_num_patches] * len(sizes)
         return None
 
+    def shared_outcomes(self, sizes: Sequence[Size], max_tokens: int) -> Array:
+        """Every outcome of `joint_grids` over budgets of 1 to `max_tokens` context tokens.
+
+        int64 [outcomes, images, 2] (height, width) in patches, each outcome once. What a request's text, other media
+        or a version's reserve take off the context only moves the budget, so the engine's own choice is among them.
+        """
+        static = [self.static_grid(size) for size in sizes]
+        tokens_of = self.merge_size**2
+        # From here on every image has its whole budget to itself.
+        enough = max(sum(grid.num_patches for grid in static), max(map(self.max_budget, sizes), default=0))
+        top = max(1, min(int(max_tokens), -(-enough // tokens_of)))
+        lowest = max(1, min(top, self.min_num_patches * len(sizes) // tokens_of))
+        available = np.arange(lowest, top + 1, dtype=np.int64) * tokens_of
+        available = np.maximum(available, self.min_num_patches * len(sizes))
+        ceiling = np.minimum(available, self.max_num_patches) if self.max_num_patches else available
+        budgets = np.repeat(np.maximum(ceiling, self.min_num_patches)[:, None], len(sizes), axis=1)
+        done: list[Array] = []
+        for _ in range(10):
+            grids = np.stack(
+                [np.stack(_grids(self, size, budgets[:, i]), -1) for i, size in enumerate(sizes)], axis=1
+            )
+            patches = grids.prod(-1)
+            total = patches.sum(-1)
+            fits = total <= available
+            done.append(grids[fits])
+            if fits.all():
+                break
+            scale = available[~fits] / total[~fits]
+            scaled = (patches[~fits] * scale[:, None]).astype(np.int64)
+            scaled = np.maximum(scaled, self.min_num_patches)
+            shrank = (scaled < budgets[~fits]).any(-1)
+            budgets = np.where(shrank[:, None], scaled, self.min_num_patches)
+            available = available[~fits]
+        return np.unique(np.concatenate(done), axis=0)
+
 
 def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
     """The image's own grid before any budget; `round(x + 0.5)` with banker's rounding, as in the engine."""
@@ -143,10 +180,24 @@ def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]]:
-    """Context tokens -> grids, over every budget; `DynamicTiler.grid` evaluated on an array of budgets."""
+    """Context tokens -> grids, over every budget."""
+    merge = tiler.merge_size
+    height, width = _grids(
+        tiler, size, np.arange(tiler.min_num_patches, tiler.max_budget(size) + 1, dtype=np.int64)
+    )
+    changes = np.flatnonzero((np.diff(height) != 0) | (np.diff(width) != 0)) + 1
+    firsts = np.concatenate(([0], changes))
+    table: dict[int, tuple[Grid, ...]] = {}
+    for sides in sorted(set(zip(height[firsts].tolist(), width[firsts].tolist(), strict=True))):
+        grid = Grid(*sides)
+        table[grid.num_tokens(merge)] = (*table.get(grid.num_tokens(merge), ()), grid)
+    return table
+
+
+def _grids(tiler: DynamicTiler, size: Size, budget: Array) -> tuple[Array, Array]:
+    """`DynamicTiler.grid` evaluated on budgets int64 [budgets]: heights and widths, int64 [budgets]."""
     merge = tiler.merge_size
     own_height, own_width = _own_grid(size, tiler.patch_size)
-    budget = np.arange(tiler.min_num_patches, tiler.max_budget(size) + 1, dtype=np.int64)
     factor = np.minimum(np.sqrt(budget / (own_height * own_width)), 1.0)
     height = np.floor(factor * own_height).astype(np.int64)
     width = np.floor(factor * own_width).astype(np.int64)
@@ -158,7 +209,7 @@ def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]
         height[grow] = np.ceil(factor * low_height).astype(np.int64)
         width[grow] = np.ceil(factor * low_width).astype(np.int64)
 
-    def snap(side: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def snap(side: Array, other: Array) -> Array:
         rest = side % merge
         up = side + merge - rest
         down = np.maximum(merge, side - rest)
@@ -166,10 +217,4 @@ def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]
 
     height = snap(height, width)
     width = snap(width, height)
-    changes = np.flatnonzero((np.diff(height) != 0) | (np.diff(width) != 0)) + 1
-    firsts = np.concatenate(([0], changes))
-    table: dict[int, tuple[Grid, ...]] = {}
-    for grid in sorted(set(zip(height[firsts].tolist(), width[firsts].tolist(), strict=True))):
-        grid = Grid(*grid)
-        table[grid.num_tokens(merge)] = (*table.get(grid.num_tokens(merge), ()), grid)
-    return table
+    return np.maximum(height, merge), np.maximum(width, merge)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_rl_ext.align.grids import Size
+from nemo_rl_ext.align.grids import Array, Size
 from nemo_rl_ext.align.verdict import MediaKind
 
 
@@ -23,25 +24,29 @@ class MediaItem:
 
     For a video `frame_indices` are the frames that the training side sampled, counted in the clip's own frames,
     of which there are `total_frames` at `fps` per second. `max_num_tiles` is a row's own limit for families with
-    fixed tiles.
+    fixed tiles. `digest` is that of the decoded pixels (of these frames), where it was taken: the item's identity,
+    which no name and no hash of a file is. `identify` takes it, of uint8 RGB [height, width, 3] of an image or
+    [frames, height, width, 3] of a video.
     """
 
     kind: MediaKind = "image"
     size: Size
     source: str
     content_hash: str = ""
-    load: Callable[..., np.ndarray] | None = field(default=None, compare=False, repr=False)
+    load: Callable[..., Array] | None = field(default=None, compare=False, repr=False)
     frame_indices: tuple[int, ...] = ()
     fps: float = 0.0
     total_frames: int = 0
     max_num_tiles: int | None = None
     error: str = ""
+    digest: str = ""
+    identify: Callable[[Array], str] | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_frames(self) -> int:
         return len(self.frame_indices) if self.kind == "video" else 1
 
-    def pixels(self) -> np.ndarray:
+    def pixels(self) -> Array:
         """Decode the item: uint8 RGB [frames, height, width, 3]."""
         if self.load is None:
             raise ValueError(
@@ -54,3 +59,11 @@ class MediaItem:
                 f"got {frames.dtype} {list(frames.shape)}; the file changed after it was measured"
             )
         return frames
+
+    def identified(self) -> MediaItem:
+        """The item with its digest, decoded once for it and for what follows; itself where it cannot be identified."""
+        if self.digest or self.identify is None:
+            return self
+        pixels = self.pixels()
+        digest = self.identify(pixels if self.kind == "video" else pixels[0])
+        return dataclasses.replace(self, digest=digest, load=lambda *_: pixels)

@@ -7,11 +7,17 @@ and the last ones once (fused); which, is in `Axis.num_rounded`. Both passes kee
 for many neighbours at a time.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-any-return"
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 ROWS = 32
 """Rows of a frame that the horizontal pass takes together."""
@@ -28,18 +34,20 @@ LANES = 16
 
 
 @intrinsic
-def _fused(typing_context, x, weight, total):
+def _fused(typing_context: Any, x: Any, weight: Any, total: Any) -> tuple[Any, Callable[..., Any]]:
     """x * weight + total with one rounding."""
     signature = types.float32(types.float32, types.float32, types.float32)
 
-    def generate(context, builder, signature, arguments):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
 
     return signature, generate
 
 
 @njit(nogil=True, inline="always")
-def _weighted_sum(total, lines, first, size, num_rounded, weights):
+def _weighted_sum(
+    total: Array, lines: Array, first: int, size: int, num_rounded: int, weights: Array
+) -> None:
     """total [n] = the lines [first, first + size) of `lines` [lines, n], weighted, in torch's order."""
     weight = weights[0]
     for n in range(total.size):
@@ -55,7 +63,7 @@ def _weighted_sum(total, lines, first, size, num_rounded, weights):
 
 
 @njit(nogil=True, inline="always")
-def _turn(columns, frame, top, num_rows, left, right):
+def _turn(columns: Array, frame: Array, top: int, num_rows: int, left: int, right: int) -> None:
     """columns [x, 3 * ROWS] = the pixels of rows from `top` and columns from `left`, channel by channel."""
     for x in range(left, right):
         for y in range(num_rows):
@@ -64,7 +72,7 @@ def _turn(columns, frame, top, num_rows, left, right):
 
 
 @njit(nogil=True, inline="always")
-def _turn_back(strip, tile, top, num_rows, left, num_columns):
+def _turn_back(strip: Array, tile: Array, top: int, num_rows: int, left: int, num_columns: int) -> None:
     """strip [y, 3 * STRIP] = the finished columns of a tile [columns, 3 * ROWS]."""
     for y in range(num_rows):
         for channel in range(3):
@@ -78,17 +86,17 @@ _AXIS = (types.int64[::1], types.int64[::1], types.int64[::1], types.float32[:, 
 
 @njit(types.void(_FRAMES, *_AXIS, *_AXIS, types.float32[:, :, :, ::1]), nogil=True, cache=True)
 def resize(
-    frames,
-    x_first,
-    x_size,
-    x_rounded,
-    x_weights,
-    y_first,
-    y_size,
-    y_rounded,
-    y_weights,
-    out,
-):
+    frames: Array,
+    x_first: Array,
+    x_size: Array,
+    x_rounded: Array,
+    x_weights: Array,
+    y_first: Array,
+    y_size: Array,
+    y_rounded: Array,
+    y_weights: Array,
+    out: Array,
+) -> None:
     """uint8 `frames` [frames, height, width, 3] -> float32 `out` [frames, 3, new height, new width]."""
     height, width = frames.shape[1], frames.shape[2]
     new_height, new_width = y_first.size, x_first.size
@@ -127,7 +135,7 @@ def resize(
 
 
 @njit(nogil=True, inline="always")
-def _goes_on(ids, start, length, inside, context_id, end_id):
+def _goes_on(ids: Array, start: int, length: int, inside: bool, context_id: int, end_id: int) -> bool:
     """Whether tokens [start, start + length) are context tokens alone, if inside a run, else neither they nor ends."""
     # Comparisons alone and an index that cannot be negative: what the compiler makes vector instructions of.
     others, at = np.int32(0), np.uint64(start)
@@ -142,7 +150,17 @@ def _goes_on(ids, start, length, inside, context_id, end_id):
 
 
 @njit(nogil=True)
-def _fill(ids, start_id, context_id, end_id, kinds, empty, offsets, lengths, codes):
+def _fill(
+    ids: Array,
+    start_id: int,
+    context_id: int,
+    end_id: int,
+    kinds: Array,
+    empty: int,
+    offsets: Array,
+    lengths: Array,
+    codes: Array,
+) -> int:
     """Write the runs in `ids` [tokens] down in order; returns their number, -1 when there is not room for them."""
     count, first, at = 0, -1, 0
     while at < ids.size:
@@ -179,7 +197,9 @@ def _fill(ids, start_id, context_id, end_id, kinds, empty, offsets, lengths, cod
     return count
 
 
-def _scan(ids, start_id, context_id, end_id, kinds, empty):
+def _scan(
+    ids: Array, start_id: int, context_id: int, end_id: int, kinds: Array, empty: int
+) -> tuple[Array, Array, Array]:
     """Runs in `ids` [tokens]: offsets, lengths int64 [runs] and kinds int8 [runs], in order.
 
     `kinds` [4] holds a code by "a start token before" + 2 * "an end token behind"; `empty` is that of `<img></img>`.
@@ -194,7 +214,7 @@ def _scan(ids, start_id, context_id, end_id, kinds, empty):
         room = ids.size + BLOCK + 1
 
 
-def _scanned(item):
+def _scanned(item: Any) -> Any:
     ids = types.Array(item, 1, "C", readonly=True)
     return types.Tuple((types.int64[::1], types.int64[::1], types.int8[::1]))(
         ids, item, item, item, types.Array(types.int8, 1, "C", readonly=True), types.int8

@@ -1,35 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a turn's runs to one grid and one verdict per media item. Numbers only: no pixels are touched."""
+"""From a turn's runs to one verdict per media item. Numbers only: no pixels are touched, no family is known by name."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from nemo_rl_ext.align.families.family import MediaFamily
-from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.evidence import (
+    EngineRequest,
+    Evidence,
+    count_fault,
+    identity_faults,
+    placement_fault,
+)
+from nemo_rl_ext.align.families.family import Geometry, MediaFamily, Seen
+from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.runs import PlaceholderRuns, RunKind
-from nemo_rl_ext.align.shares import RunShare, label_problem, share_runs
-from nemo_rl_ext.align.timestamps import TubeletLabel, frame_indices
-from nemo_rl_ext.align.verdict import GridSource, MediaReport, Reason, TurnReport, Verdict
+from nemo_rl_ext.align.order import Claim, rivals, settled
+from nemo_rl_ext.align.runs import PlaceholderRuns
+from nemo_rl_ext.align.structure import run_fault
+from nemo_rl_ext.align.verdict import Fault, GridSource, MediaReport, Reason, TurnReport, Verdict
 
-MAX_ORDER_SEARCH = 64
-"""Items of a turn among which swapped runs are looked for; the search is quadratic."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineRequest:
-    """The request that a turn's runs come from, as far as it is known; used only to break ties.
-
-    `sizes` are the (height, width) of every image of the request in prompt order, `first` the position of the
-    turn's first image among them, and `max_model_len` the engine's context length.
-    """
-
-    max_model_len: int
-    sizes: tuple[Size, ...]
-    first: int = 0
+__all__ = ["EngineRequest", "plan_turn"]
 
 
 def plan_turn(
@@ -37,108 +31,109 @@ def plan_turn(
     items: Sequence[MediaItem],
     family: MediaFamily,
     *,
-    labels: Sequence[TubeletLabel | None] | None = None,
+    texts: Sequence[str] | None = None,
     static_grids: Sequence[Grid] | None = None,
     captured: Sequence[Grid] | None = None,
+    evidence: Sequence[Evidence] | None = None,
     request: EngineRequest | None = None,
+    ordered: bool = False,
+    sampled: bool = False,
     fault: tuple[Reason, str] | None = None,
     row_id: str = "",
     turn: int = 0,
 ) -> TurnReport:
     """Judge every media item of a turn; never raises on what a rollout can contain.
 
-    `labels` are what the text before each run says of its frames (None for a still image's run); without them a
-    video is taken to have the frames that were sampled. `static_grids` are the grids of the tensors that the
-    training side already has (default: what its processor would choose), one per item; `captured` are the grids
-    that the engine recorded for these items. The report is neutral when any item is unproven, any run is not
-    accounted for, or the caller already knows a `fault`.
+    `texts` are what stands before each run; without them a video is taken to have the frames that were sampled.
+    `static_grids` are the grids of the tensors that the training side already has (default: what its processor would
+    choose), one per item. `evidence` is what the engine said of these items, `captured` is short for evidence that
+    knows grids alone. `ordered` says that the caller wrote the request itself, so that the engine had these media in
+    this order; `sampled` that the ids are an answer's. The report is neutral when any item is unproven, any run is
+    not accounted for, or the caller already knows a `fault`.
     """
-    static = tuple(static_grids) if static_grids is not None else family.static_grids(items)
-    counts = [family.num_runs(item) for item in items]
-    expected = tuple(
-        family.num_tokens(grid) for grid, count in zip(static, counts, strict=True) for _ in range(count)
-    )
+    static = _static(items, family, static_grids)
+    expected_by_item = [
+        family.run_lengths(geometry, item.kind) for geometry, item in zip(static, items, strict=True)
+    ]
+    expected = tuple(length for lengths in expected_by_item for length in lengths)
     found = tuple(runs.lengths.tolist())
-    shares: list[RunShare] = []
-    fault = fault or _run_fault(runs, items)
-    if fault is None:
-        shared = share_runs(found, labels, items, counts)
-        if isinstance(shared, str):
-            videos = any(item.kind == "video" for item in items)
-            fault = (Reason.TUBELET_COUNT if videos else Reason.RUN_COUNT), shared
+    if evidence is None and captured is not None:
+        evidence = [Evidence(grid=grid) for grid in captured]
+    seen: list[Seen] = []
+    known = Fault(*fault) if fault is not None else run_fault(runs, items, family, sampled=sampled)
+    if known is None and evidence is not None:
+        known = count_fault(items, evidence) or placement_fault(runs, evidence)
+    if known is None:
+        shared = family.split(runs, texts, items)
+        if isinstance(shared, Fault):
+            known = shared
         else:
-            shares = shared
-            fault = _empty_fault(runs, items)
-    if fault is not None:
-        reason, detail = fault
-        media = _all_unalignable(items, static, counts, expected, found, reason)
+            seen = shared
+            known = _empty_fault(found, items)
+    if known is not None:
         return TurnReport(
             row_id=row_id,
             turn=turn,
-            media=media,
+            media=_all_unalignable(items, static, expected_by_item, found, known.reason),
             expected=expected,
             found=found,
             neutral=True,
-            reason=reason,
-            detail=detail,
+            reason=known.reason,
+            detail=known.detail,
         )
 
-    judged = [
-        _judge(index, item, share, grid, family, captured[index] if captured is not None else None)
-        for index, (item, share, grid) in enumerate(zip(items, shares, static, strict=True))
+    said = list(evidence) if evidence is not None else [Evidence()] * len(items)
+    strangers = identity_faults(items, said)
+    judges = [
+        _Judge(index, item, share, geometry, lengths, family, word, stranger)
+        for index, (item, share, geometry, lengths, word, stranger) in enumerate(
+            zip(items, seen, static, expected_by_item, said, strangers, strict=True)
+        )
     ]
-    if any(report.verdict is Verdict.AMBIGUOUS for report in judged) and request is not None:
-        judged = _replay(judged, items, family, request)
-    judged = _suspect_order(judged, items, family)
-    neutral = any(report.verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE) for report in judged)
+    media = _settle(judges, [judge.report() for judge in judges], family, request, ordered=ordered)
+    neutral = any(report.verdict in (Verdict.AMBIGUOUS, Verdict.UNALIGNABLE) for report in media)
     return TurnReport(
-        row_id=row_id, turn=turn, media=tuple(judged), expected=expected, found=found, neutral=neutral
+        row_id=row_id, turn=turn, media=tuple(media), expected=expected, found=found, neutral=neutral
     )
 
 
-def _run_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reason, str] | None:
-    """The first run that no engine writes for media, or None."""
-    cut = [run for kind in (RunKind.UNOPENED, RunKind.UNCLOSED) for run in runs.of_kind(kind)]
-    if cut:
-        return Reason.TRUNCATED_RUN, f"the run at token {cut[0].offset} is {cut[0].kind.value}"
-    bare = runs.of_kind(RunKind.BARE)
-    if len(bare):
-        tokens = "token" if bare.num_tokens == 1 else "tokens"
-        return (
-            Reason.BARE_CONTEXT,
-            f"{bare.num_tokens} context {tokens} outside any run, first at {bare[0].offset}",
-        )
-    return None
+def _static(
+    items: Sequence[MediaItem], family: MediaFamily, grids: Sequence[Grid] | None
+) -> tuple[Geometry, ...]:
+    if grids is None:
+        return family.static(items)
+    return tuple(Geometry(grid, family.num_tubelets(item)) for grid, item in zip(grids, items, strict=True))
 
 
-def _empty_fault(runs: PlaceholderRuns, items: Sequence[MediaItem]) -> tuple[Reason, str] | None:
-    empty = runs.of_kind(RunKind.EMPTY)
-    if not len(empty):
+def _empty_fault(found: tuple[int, ...], items: Sequence[MediaItem]) -> Fault | None:
+    empty = found.count(0)
+    if not empty:
         return None
-    pruned = any(item.kind == "video" for item in items) and len(empty) < len(runs)
+    pruned = any(item.kind == "video" for item in items) and empty < len(found)
     reason = Reason.PRUNED_VIDEO if pruned else Reason.EMPTY_RUN
-    return reason, f"{len(empty)} of {len(runs)} runs are empty"
-
-
-def _split(values: tuple[int, ...], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Hand out the values in order, `counts[i]` of them to item i."""
-    source = iter(values)
-    return [tuple(itertools.islice(source, count)) for count in counts]
+    return Fault(reason, f"{empty} of {len(found)} runs are empty")
 
 
 def _all_unalignable(
     items: Sequence[MediaItem],
-    static: Sequence[Grid],
-    counts: Sequence[int],
-    expected: tuple[int, ...],
+    static: Sequence[Geometry],
+    expected: Sequence[tuple[int, ...]],
     found: tuple[int, ...],
     reason: Reason,
 ) -> tuple[MediaReport, ...]:
+    """Every item with as many of the runs as it should have, in order."""
+    left = iter(found)
     return tuple(
-        _report(index, item, Verdict.UNALIGNABLE, grid, share_expected, share_found, reason=reason)
-        for index, (item, grid, share_expected, share_found) in enumerate(
-            zip(items, static, _split(expected, counts), _split(found, counts), strict=True)
+        _report(
+            index,
+            item,
+            Verdict.UNALIGNABLE,
+            geometry.grid,
+            lengths,
+            tuple(itertools.islice(left, len(lengths))),
+            reason=reason,
         )
+        for index, (item, geometry, lengths) in enumerate(zip(items, static, expected, strict=True))
     )
 
 
@@ -149,12 +144,7 @@ def _report(
     static: Grid,
     expected: tuple[int, ...],
     found: tuple[int, ...],
-    *,
-    grid: Grid | None = None,
-    source: GridSource | None = None,
-    reason: Reason | None = None,
-    detail: str = "",
-    frames: tuple[int, ...] | None = None,
+    **facts: Any,
 ) -> MediaReport:
     return MediaReport(
         index=index,
@@ -165,124 +155,176 @@ def _report(
         expected=expected,
         found=found,
         static_grid=static,
-        grid=grid,
-        grid_source=source,
-        reason=reason,
-        detail=detail,
         num_frames=item.num_frames,
-        frames=frames,
+        **facts,
     )
 
 
-def _judge(
-    index: int, item: MediaItem, share: RunShare, static: Grid, family: MediaFamily, captured: Grid | None
-) -> MediaReport:
-    """One item against its own runs."""
-    expected = (family.num_tokens(static),) * family.num_runs(item)
-    frames: tuple[int, ...] | None = None
+class _Judge:
+    """One item against its own runs, and against those of others."""
 
-    def conclude(verdict: Verdict, **facts) -> MediaReport:
-        return _report(index, item, verdict, static, expected, share.lengths, frames=frames, **facts)
+    def __init__(
+        self,
+        index: int,
+        item: MediaItem,
+        seen: Seen,
+        static: Geometry,
+        expected: tuple[int, ...],
+        family: MediaFamily,
+        evidence: Evidence,
+        stranger: Fault | None,
+    ) -> None:
+        self.index, self.item, self.seen = index, item, seen
+        self.static, self.expected, self.family = static, expected, family
+        # What a client named itself may be other pixels under that name.
+        self.evidence = Evidence(runs=evidence.runs) if evidence.named else evidence
+        self.stranger = stranger
+        self.frames: tuple[int, ...] | None = None
+        self.content_proven = bool(self.evidence.served) and self.evidence.served == item.digest
 
-    def refuse(reason: Reason, detail: str) -> MediaReport:
-        return conclude(Verdict.UNALIGNABLE, reason=reason, detail=detail)
-
-    def proven(grid: Grid, source: GridSource) -> MediaReport:
-        other_frames = frames is not None and frames != item.frame_indices
-        if grid == static and not other_frames:
-            return conclude(Verdict.MATCHED, grid=grid, source=source)
-        reason = Reason.FRAMES_RESAMPLED if other_frames else Reason.RESIZED
-        return conclude(Verdict.REPAIRED, grid=grid, source=source, reason=reason)
-
-    if item.error:
-        return refuse(Reason.DECODE_FAILED, item.error)
-    if item.kind == "video" and share.labels:
-        problem = label_problem(share.labels, family.frames_per_tubelet())
-        if problem:
-            return refuse(Reason.TUBELET_COUNT, problem)
-        times = [time for label in share.labels for time in label.times]
-        frames = frame_indices(times, item.fps, hint=item.frame_indices)
-        if frames is None or (item.total_frames and max(frames) >= item.total_frames):
-            clip = f"a clip of {item.total_frames} frames at {item.fps:g} per second"
-            return refuse(
-                Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}"
-            )
-        if frames != item.frame_indices and list(frames) != sorted(frames):
-            return refuse(Reason.FRAME_TIMES, f"the times {', '.join(times[:6])} s run backwards")
-    if len(set(share.lengths)) != 1:
-        return refuse(Reason.FRAME_GRID, "the tubelets' runs differ in length")
-    length = share.lengths[0]
-    if captured is not None:
-        if family.num_tokens(captured) == length:
-            return proven(captured, GridSource.CAPTURED)
-        tokens = family.num_tokens(captured)
-        return refuse(Reason.CAPTURE_DISAGREES, f"the captured grid {captured} has {tokens} tokens")
-    feasible = family.feasible_grids(item, length)
-    if len(feasible) == 1:
-        return proven(feasible[0], GridSource.STATIC if feasible[0] == static else GridSource.UNIQUE)
-    if feasible:
-        detail = f"grids {', '.join(map(str, feasible))} all have {length} tokens"
-        return conclude(Verdict.AMBIGUOUS, reason=Reason.AMBIGUOUS_GRID, detail=detail)
-    return refuse(Reason.INFEASIBLE_LENGTH, f"no patch budget gives this size {length} tokens")
-
-
-def _replay(
-    media: list[MediaReport], items: Sequence[MediaItem], family: MediaFamily, request: EngineRequest
-) -> list[MediaReport]:
-    """Settle ties with the engine's joint budget, when it reproduces every run of this turn."""
-    grids = family.joint_grids(request.sizes, request.max_model_len)
-    if grids is None:
-        return media
-    grids = grids[request.first : request.first + len(media)]
-    same_images = request.sizes[request.first : request.first + len(media)] == tuple(
-        item.size for item in items
-    )
-    lengths = [(family.num_tokens(grid),) for grid in grids]
-    if not same_images or lengths != [report.found for report in media]:
-        return media
-    return [
-        report
-        if report.verdict is not Verdict.AMBIGUOUS
-        else _report(
-            report.index,
-            items[report.index],
-            Verdict.MATCHED if grid == report.static_grid else Verdict.REPAIRED,
-            report.static_grid,
-            report.expected,
-            report.found,
-            grid=grid,
-            source=GridSource.REPLAYED,
-            reason=None if grid == report.static_grid else Reason.RESIZED,
-            frames=report.frames,
-        )
-        for report, grid in zip(media, grids, strict=True)
-    ]
-
-
-def _suspect_order(
-    media: list[MediaReport], items: Sequence[MediaItem], family: MediaFamily
-) -> list[MediaReport]:
-    """Name the order where an item's run is infeasible but would fit another item, and that one's fits it."""
-    misfits = [report for report in media if report.reason is Reason.INFEASIBLE_LENGTH]
-    if not misfits or len(media) > MAX_ORDER_SEARCH:
-        return media
-    out = list(media)
-    for report in misfits:
-        for other in media:
-            if other.index == report.index or not other.found or len(other.found) != len(report.found):
-                continue
-            fits = family.feasible_grids(items[report.index], other.found[0])
-            fits_back = family.feasible_grids(items[other.index], report.found[0])
-            if fits and fits_back:
-                out[report.index] = _report(
-                    report.index,
-                    items[report.index],
-                    Verdict.UNALIGNABLE,
-                    report.static_grid,
-                    report.expected,
-                    report.found,
-                    reason=Reason.ORDER_SUSPECT,
-                    detail=f"its run fits {items[other.index].source} and that one's run fits it",
+    def claim(self, seen: Seen, evidence: Evidence) -> Claim | Fault:
+        """What these runs say if they are this item's: its frames and every geometry that is left open."""
+        frames = self.family.frames(self.item, seen, evidence.frames or ())
+        if isinstance(frames, Fault):
+            return frames
+        if evidence.frames is not None and self.item.kind == "video":
+            if frames is None:
+                frames = evidence.frames
+            elif frames != evidence.frames:
+                return Fault(
+                    Reason.CAPTURE_DISAGREES, "its record has other frames than the text before its runs"
                 )
-                break
-    return out
+        item = self.item if frames is None else dataclasses.replace(self.item, frame_indices=frames)
+        candidates = self.family.candidates(item, seen)
+        if isinstance(candidates, Fault):
+            return candidates
+        return Claim(frames=frames, geometries=candidates)
+
+    def report(self) -> MediaReport:
+        if self.item.error:
+            return self.refuse(Reason.DECODE_FAILED, self.item.error)
+        if self.stranger is not None:
+            return self.refuse(*self.stranger)
+        claim = self.claim(self.seen, self.evidence)
+        if isinstance(claim, Fault):
+            return self.refuse(*claim)
+        self.frames = claim.frames
+        lengths = self.seen.lengths
+        said = self.evidence.grid
+        if said is not None:
+            fitting = [geometry for geometry in claim.geometries if self.evidence.fits(geometry)]
+            if len(fitting) == 1:
+                source = GridSource.RECEIPT if self.content_proven else GridSource.CAPTURED
+                return self.proven(fitting[0], source)
+            if not fitting:
+                return self.refuse(Reason.CAPTURE_DISAGREES, self._disagreement(said))
+        if len(claim.geometries) == 1:
+            (only,) = claim.geometries
+            return self.proven(only, GridSource.STATIC if only == self.static else GridSource.UNIQUE)
+        if claim.geometries:
+            grids = ", ".join(map(str, claim.geometries))
+            return self.conclude(
+                Verdict.AMBIGUOUS,
+                reason=Reason.AMBIGUOUS_GRID,
+                detail=f"grids {grids} all have {lengths[0]} tokens",
+            )
+        if len(lengths) == 1 and lengths[0] == 2 * sum(self.expected) - 1:
+            return self.refuse(
+                Reason.DOUBLY_EXPANDED, f"its run has {lengths[0]} tokens, which is its own run inside itself"
+            )
+        return self.refuse(Reason.INFEASIBLE_LENGTH, f"no patch budget gives this size {lengths[0]} tokens")
+
+    def _disagreement(self, said: Grid) -> str:
+        tubelets = self.evidence.tubelets or self.family.num_tubelets(self.used())
+        tokens = self.family.run_lengths(Geometry(said, tubelets), self.item.kind)
+        if tokens != self.seen.lengths:
+            return f"the captured grid {said} has {tokens[0]} tokens"
+        height, width = self.item.size
+        return (
+            f"the captured grid {said} has {tokens[0]} tokens, too, but no budget gives it to height {height} x width "
+            f"{width}"
+        )
+
+    def used(self) -> MediaItem:
+        """The item with the frames that the engine used."""
+        return self.item if self.frames is None else dataclasses.replace(self.item, frame_indices=self.frames)
+
+    def conclude(self, verdict: Verdict, **facts: Any) -> MediaReport:
+        return _report(
+            self.index,
+            self.item,
+            verdict,
+            self.static.grid,
+            self.expected,
+            self.seen.lengths,
+            frames=self.frames,
+            content_proven=self.content_proven,
+            **facts,
+        )
+
+    def refuse(self, reason: Reason, detail: str) -> MediaReport:
+        return self.conclude(Verdict.UNALIGNABLE, reason=reason, detail=detail)
+
+    def proven(self, geometry: Geometry, source: GridSource) -> MediaReport:
+        other_frames = self.frames is not None and self.frames != self.item.frame_indices
+        if geometry.grid == self.static.grid and not other_frames:
+            return self.conclude(Verdict.MATCHED, grid=geometry.grid, grid_source=source)
+        reason = Reason.FRAMES_RESAMPLED if other_frames else Reason.RESIZED
+        return self.conclude(Verdict.REPAIRED, grid=geometry.grid, grid_source=source, reason=reason)
+
+
+def _settle(
+    judges: Sequence[_Judge],
+    media: list[MediaReport],
+    family: MediaFamily,
+    request: EngineRequest | None,
+    *,
+    ordered: bool,
+) -> list[MediaReport]:
+    """Decide what an item and its own run leave open: ties between grids, and whose run it is at all."""
+    ties = {report.index for report in media if report.verdict is Verdict.AMBIGUOUS}
+    exchanges: dict[int, int] = {}
+    if len(judges) > 1:
+        exchanges = rivals(
+            [(judge.seen, judge.evidence.grid) for judge in judges],
+            lambda index, other: _accepts(judges[index], judges[other]),
+            [ordered or _out_of_question(*pair) for pair in zip(judges, media, strict=True)],
+        )
+    if request is not None and (ties or exchanges):
+        proof = settled(request, [judge.item for judge in judges], [judge.seen for judge in judges], family)
+        if proof is not None:
+            exchanges = {}
+            for index in ties:
+                if (grid := proof[index]) is not None:
+                    media[index] = judges[index].proven(Geometry(grid), GridSource.REPLAYED)
+    for index, other in exchanges.items():
+        media[index] = _suspect(judges[index], media[index], judges[other])
+    return media
+
+
+def _out_of_question(judge: _Judge, report: MediaReport) -> bool:
+    """Whether an item need not be looked for elsewhere: known by its content, or a clip at just its own times."""
+    own_times = report.verdict is Verdict.MATCHED and report.frames is not None
+    return own_times or judge.content_proven or bool(judge.stranger or judge.item.error)
+
+
+def _accepts(judge: _Judge, other: _Judge) -> bool:
+    """Whether the other item's runs could be this one's, as far as anything is known of them."""
+    claim = judge.claim(other.seen, Evidence(frames=other.evidence.frames))
+    if isinstance(claim, Fault):
+        return False
+    return any(other.evidence.fits(geometry) for geometry in claim.geometries)
+
+
+def _suspect(judge: _Judge, report: MediaReport, other: _Judge) -> MediaReport:
+    if report.reason is Reason.INFEASIBLE_LENGTH:
+        return judge.refuse(
+            Reason.ORDER_SUSPECT, f"its run fits {other.item.source} and that one's run fits it"
+        )
+    if report.verdict is Verdict.UNALIGNABLE:
+        return report
+    return judge.conclude(
+        Verdict.AMBIGUOUS,
+        reason=Reason.ORDER_SUSPECT,
+        detail=f"in another order every run fits as well: this one could have that of {other.item.source}",
+    )

@@ -78,9 +78,9 @@ def _interpolate(pixels: torch.Tensor, size: Size) -> torch.Tensor:
 
 def _resized(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tensor:
     out = torch.empty(len(frames), 3, len(vertical.first), len(horizontal.first))
-    compiled.loaded().resize(
-        np.ascontiguousarray(frames), *horizontal.arguments(), *vertical.arguments(), out.numpy()
-    )
+    kernels = compiled.loaded()
+    assert kernels is not None, "only proven axes get here, and the kernels prove them"
+    kernels.resize(np.ascontiguousarray(frames), *horizontal.arguments(), *vertical.arguments(), out.numpy())
     return out
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from nemo_rl_ext.align import compiled
 
+Array = np.ndarray[Any, np.dtype[Any]]
+
 
 class RunKind(enum.Enum):
     """How a block of context tokens is delimited."""
@@ -63,24 +65,28 @@ class PlaceholderRun:
     """One maximal block of context tokens, or one empty `<img></img>`.
 
     `offset` is the index of the first context token; for an empty run it is the index of the end token, where
-    the first context token would have stood. `length` counts context tokens.
+    the first context token would have stood. `length` counts context tokens, and `grammar` is the position of the
+    run's grammar among those that were looked for.
     """
 
     offset: int
     length: int
     kind: RunKind
+    grammar: int = 0
 
 
 class PlaceholderRuns(Sequence[PlaceholderRun]):
     """The runs of one sequence, in order, held as arrays and turned into objects only when read.
 
-    `offsets` int64 [runs], `lengths` int64 [runs], and `kinds` int8 [runs] (positions in `RunKind`).
+    `offsets` int64 [runs], `lengths` int64 [runs], `kinds` int8 [runs] (positions in `RunKind`), and `grammars` int8
+    [runs] (positions among the grammars that were looked for).
     """
 
-    __slots__ = ("kinds", "lengths", "offsets")
+    __slots__ = ("grammars", "kinds", "lengths", "offsets")
 
-    def __init__(self, offsets: np.ndarray, lengths: np.ndarray, kinds: np.ndarray) -> None:
+    def __init__(self, offsets: Array, lengths: Array, kinds: Array, grammars: Array | None = None) -> None:
         self.offsets, self.lengths, self.kinds = offsets, lengths, kinds
+        self.grammars = np.zeros(len(offsets), dtype=np.int8) if grammars is None else grammars
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -89,14 +95,29 @@ class PlaceholderRuns(Sequence[PlaceholderRun]):
     def __getitem__(self, index: int) -> PlaceholderRun: ...
     @overload
     def __getitem__(self, index: slice) -> PlaceholderRuns: ...
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> PlaceholderRun | PlaceholderRuns:
         if isinstance(index, slice):
-            return PlaceholderRuns(self.offsets[index], self.lengths[index], self.kinds[index])
-        return PlaceholderRun(int(self.offsets[index]), int(self.lengths[index]), _KINDS[self.kinds[index]])
+            return PlaceholderRuns(
+                self.offsets[index], self.lengths[index], self.kinds[index], self.grammars[index]
+            )
+        return PlaceholderRun(
+            int(self.offsets[index]),
+            int(self.lengths[index]),
+            _KINDS[self.kinds[index]],
+            int(self.grammars[index]),
+        )
 
     def __iter__(self) -> Iterator[PlaceholderRun]:
-        rows = zip(self.offsets.tolist(), self.lengths.tolist(), self.kinds.tolist(), strict=True)
-        return (PlaceholderRun(offset, length, _KINDS[kind]) for offset, length, kind in rows)
+        rows = zip(
+            self.offsets.tolist(),
+            self.lengths.tolist(),
+            self.kinds.tolist(),
+            self.grammars.tolist(),
+            strict=True,
+        )
+        return (
+            PlaceholderRun(offset, length, _KINDS[kind], grammar) for offset, length, kind, grammar in rows
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -113,8 +134,11 @@ class PlaceholderRuns(Sequence[PlaceholderRun]):
 
     def of_kind(self, kind: RunKind) -> PlaceholderRuns:
         """The runs of one kind, in order."""
-        keep = self.kinds == _CODE[kind]
-        return PlaceholderRuns(self.offsets[keep], self.lengths[keep], self.kinds[keep])
+        return self.chosen(self.kinds == _CODE[kind])
+
+    def chosen(self, keep: Array) -> PlaceholderRuns:
+        """The runs at these positions, or where this mask [runs] is true."""
+        return PlaceholderRuns(self.offsets[keep], self.lengths[keep], self.kinds[keep], self.grammars[keep])
 
 
 _COMPILED_FOR = (np.int32, np.int64)
@@ -124,14 +148,14 @@ _WORD = 8
 """Bytes of a mask that are looked at together."""
 
 
-def _mask(size: int) -> np.ndarray:
+def _mask(size: int) -> Array:
     """A boolean mask of at least `size` entries and of whole words; what is over `size` is False."""
     mask = np.empty(-(-size // _WORD) * _WORD, dtype=bool)
     mask[size:] = False
     return mask
 
 
-def _positions(mask: np.ndarray) -> np.ndarray:
+def _positions(mask: Array) -> Array:
     """Indices of the true entries of a mask of `_mask`, int64, ascending.
 
     Masks are sparse: eight entries at a time are skipped, and only words that hold a true entry are looked at byte
@@ -139,10 +163,11 @@ def _positions(mask: np.ndarray) -> np.ndarray:
     """
     (words,) = (mask.view(np.uint64) != 0).nonzero()
     hit, place = mask.reshape(-1, _WORD).take(words, axis=0).nonzero()
-    return words.take(hit) * _WORD + place
+    positions: Array = words.take(hit) * _WORD + place
+    return positions
 
 
-def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> PlaceholderRuns:
+def find_runs(token_ids: Sequence[int] | Array | Any, grammar: Grammar) -> PlaceholderRuns:
     """Find every maximal block of context tokens and every empty pair of delimiters, in order.
 
     Takes a list, an array or a CPU tensor of ids [tokens]; vectorised, or compiled where the kernels are loaded,
@@ -159,7 +184,40 @@ def find_runs(token_ids: Sequence[int] | np.ndarray | Any, grammar: Grammar) -> 
     return PlaceholderRuns(*kernels.scan(ids, *tokens, _BY_DELIMITERS, _CODE[RunKind.EMPTY]))
 
 
-def vectorised_runs(ids: np.ndarray, grammar: Grammar) -> PlaceholderRuns:
+def find_all_runs(token_ids: Sequence[int] | Array | Any, grammars: Sequence[Grammar]) -> PlaceholderRuns:
+    """The runs of several grammars in one sequence of ids [tokens], in order, each with its grammar's position.
+
+    Grammars may share their delimiters (`<img><image></img>` beside `<img><video></img>`): an empty pair of them is
+    then counted once, for the first.
+    """
+    if len(grammars) == 1:
+        return find_runs(token_ids, grammars[0])
+    ids = np.asarray(token_ids)
+    found: list[PlaceholderRuns] = []
+    for place, grammar in enumerate(grammars):
+        runs = find_runs(ids, grammar)
+        delimiters = [(other.start_id, other.end_id) for other in grammars[:place]]
+        if (grammar.start_id, grammar.end_id) in delimiters:
+            runs = runs.chosen(runs.kinds != _CODE[RunKind.EMPTY])
+        found.append(
+            PlaceholderRuns(runs.offsets, runs.lengths, runs.kinds, np.full(len(runs), place, dtype=np.int8))
+        )
+    joined = PlaceholderRuns(
+        *(
+            np.concatenate([getattr(runs, name) for runs in found])
+            for name in ("offsets", "lengths", "kinds", "grammars")
+        )
+    )
+    return joined.chosen(np.argsort(joined.offsets, kind="stable"))
+
+
+def has_context(token_ids: Sequence[int] | Array | Any, grammars: Sequence[Grammar]) -> bool:
+    """Whether any token of the ids [tokens] is one that the forward counts as a place for a media feature."""
+    ids = np.asarray(token_ids)
+    return any(bool((ids == grammar.context_id).any()) for grammar in grammars)
+
+
+def vectorised_runs(ids: Array, grammar: Grammar) -> PlaceholderRuns:
     """What `find_runs` does with numpy alone, for ids [tokens]: two comparisons over all of them, then sparse masks."""
     empty = np.empty(0, dtype=np.int64)
     if ids.size == 0:

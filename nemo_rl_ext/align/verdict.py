@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nemo_rl_ext.align.grids import Grid, Size
 
@@ -28,14 +28,16 @@ class Verdict(enum.Enum):
 class GridSource(enum.Enum):
     """What proves a grid, best first."""
 
+    RECEIPT = "receipt"
+    """The engine's receipt names it, and names the very pixels that are trained on."""
     CAPTURED = "captured"
-    """The engine's processor said so."""
+    """The engine's processor said so, and the item can have it with this run."""
     STATIC = "static"
     """The run has the static grid's length and no other grid does."""
     UNIQUE = "unique"
     """Exactly one reachable grid has the run's length."""
     REPLAYED = "replayed"
-    """Replaying the engine's joint budget over the whole request reproduces the runs."""
+    """Every budget that reproduces the runs of the whole request names it."""
 
 
 class Reason(enum.Enum):
@@ -47,9 +49,16 @@ class Reason(enum.Enum):
     INFEASIBLE_LENGTH = "infeasible_length"
     ORDER_SUSPECT = "order_suspect"
     BARE_CONTEXT = "bare_context"
+    SAMPLED_CONTEXT = "sampled_context"
+    UNEXPANDED_IDS = "unexpanded_ids"
+    DOUBLY_EXPANDED = "doubly_expanded"
     TRUNCATED_RUN = "truncated_run"
     EMPTY_RUN = "empty_run"
     CAPTURE_DISAGREES = "capture_disagrees"
+    CONTENT_CHANGED = "content_changed"
+    MEDIA_GONE = "media_gone"
+    MEDIA_ADDED = "media_added"
+    FEATURES_MISPLACED = "features_misplaced"
     PRUNED_VIDEO = "pruned_video"
     TUBELET_COUNT = "tubelet_count"
     FRAME_GRID = "frame_grid"
@@ -68,20 +77,34 @@ class Reason(enum.Enum):
 _ADVICE = {
     Reason.RESIZED: "nothing to do: the tensors were made again on the engine's grid; give the engine a larger "
     "max_model_len, or fewer images per prompt, if the lower resolution is not wanted",
-    Reason.AMBIGUOUS_GRID: "record the engine's grids (geometry_source: captured), or crop the image away from "
+    Reason.AMBIGUOUS_GRID: "record the engine's grids (evidence: receipt), or crop the image away from "
     "a square",
     Reason.RUN_COUNT: "compare the prompt's media parts with the runs: a chat template that drops or repeats an "
     "image, or literal media tokens in the text, changes their number",
     Reason.INFEASIBLE_LENGTH: "check that engine and trainer read the same file and the same patch limits "
     "(min_num_patches, max_num_patches, patch_size)",
     Reason.ORDER_SUSPECT: "check the order of the media: the runs fit each other's images; some chat templates "
-    "move images to the front",
-    Reason.BARE_CONTEXT: "find the text that carries a literal media token (`nemo-rl-ext census`), and ban media "
-    "tokens from sampling (grpo.media_alignment.ban_media_tokens)",
+    "move images to the front; where the order is right, only the engine's receipt can prove it",
+    Reason.BARE_CONTEXT: "find the text that carries a literal media token (`nemo-rl-ext census`) and escape it; in "
+    "a turn that repeats earlier answers it may be one that the policy sampled",
+    Reason.SAMPLED_CONTEXT: "ban media tokens from sampling (grpo.media_alignment.ban_media_tokens): the policy drew "
+    "one in its answer",
+    Reason.UNEXPANDED_IDS: "hand over the ids that the engine returns (prompt_token_ids), not those that were sent "
+    "to it: these still have one token where the engine writes a whole run",
+    Reason.DOUBLY_EXPANDED: "send the engine ids with one media token per item: a prompt that it had expanded before "
+    "was expanded once more",
     Reason.TRUNCATED_RUN: "raise max_model_len or max_total_sequence_length, or shorten the prompt: a run was cut",
     Reason.EMPTY_RUN: "an image was given no tokens at all: check the engine's budget for this request",
-    Reason.CAPTURE_DISAGREES: "the grid that the engine recorded does not have this run's length: the record "
-    "belongs to another request",
+    Reason.CAPTURE_DISAGREES: "the grid that the engine recorded is none that this medium has with this run: the "
+    "record belongs to another request, or the medium is another one",
+    Reason.CONTENT_CHANGED: "keep media as they are while a run reads them, or send them as data URLs: the engine saw "
+    "other pixels under this name",
+    Reason.MEDIA_GONE: "take the media from the agent's own requests: the one named above was not in the request that "
+    "was generated from",
+    Reason.MEDIA_ADDED: "take the media from the agent's own requests: the one that was generated from holds media "
+    "that the row does not know",
+    Reason.FEATURES_MISPLACED: "find the literal media token in this prompt (`nemo-rl-ext census`): the engine laid "
+    "the features of a medium on tokens outside its run, which is a fault of the engine's that no count shows",
     Reason.PRUNED_VIDEO: "switch token pruning off (video_pruning_rate: 0): pruned tubelets cannot be trained on",
     Reason.TUBELET_COUNT: "compare the frames that were sampled on both sides (num_frames, fps, temporal patch size)",
     Reason.FRAME_GRID: "check video_target_num_patches and video_maintain_aspect_ratio on both sides",
@@ -97,12 +120,20 @@ _ADVICE = {
 }
 
 
+class Fault(NamedTuple):
+    """Why something is not proven: the reason, and the facts of this case."""
+
+    reason: Reason
+    detail: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaReport:
     """What was concluded about one media item of a turn.
 
     `expected` and `found` are run lengths in context tokens: one per image, one per video tubelet. `frames` are the
-    indices of the frames that the engine used, where they were read from the rollout.
+    indices of the frames that the engine used, where they were read from the rollout. `content_proven` says that the
+    engine's receipt names the pixels themselves; without it the item is the request's by its place alone.
     """
 
     index: int
@@ -119,6 +150,7 @@ class MediaReport:
     detail: str = ""
     num_frames: int = 1
     frames: tuple[int, ...] | None = None
+    content_proven: bool = False
 
     def __str__(self) -> str:
         height, width = self.size

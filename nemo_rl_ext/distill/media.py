@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from nemo_rl_ext.align.families.family import MediaFamily
+from nemo_rl_ext.align.families.family import Geometry, MediaFamily
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import PlaceholderRun, PlaceholderRuns, RunKind, find_runs
@@ -100,7 +100,7 @@ class MediaExpander:
         markers.sort()
         refs = {"image": iter(record.images), "video": iter(record.videos)}
         items = [self._item(kind, next(refs[kind]), record.where) for _, _, kind in markers]
-        grids = self.family.static_grids(items)
+        grids = [geometry.grid for geometry in self.family.static(items)]
         pieces: list[np.ndarray] = []
         spans: list[tuple[int, int]] = []
         done = length = 0
@@ -121,7 +121,7 @@ class MediaExpander:
     def _written(self, item: MediaItem, grid: Grid) -> np.ndarray:
         """The ids that the engine writes for an item on a grid."""
         grammar = self.family.grammar
-        context = [grammar.context_id] * grid.num_tokens(self.family.merge_size)
+        context = [grammar.context_id] * self.family.run_lengths(Geometry(grid), item.kind)[0]
         run = [grammar.start_id, *context, grammar.end_id]
         if item.kind == "image":
             return np.array(run)
@@ -140,7 +140,7 @@ class MediaExpander:
         if report.neutral:
             raise RecordError(f"the placeholder runs in 'input' cannot be proven: {report}")
         # The item's last run, counted over all items.
-        last = np.cumsum([self.family.num_runs(item) for item in items]) - 1
+        last = np.cumsum([self.family.num_tubelets(item) for item in items]) - 1
         ends = [runs[int(i)].offset + runs[int(i)].length + 1 for i in last]
         # What stands before a video names its frames, so it goes with the video.
         starts = [run.offset - 1 for run in runs] if kind == "image" else [0, *ends[:-1]]

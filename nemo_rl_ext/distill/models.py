@@ -21,8 +21,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_rl_ext.align.families.family import MediaFamily
-from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
+from nemo_rl_ext.align.families.family import Layout, MediaFamily
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.distill import context_parallel
 from nemo_rl_ext.distill.batch import MicroBatch
 from nemo_rl_ext.distill.parallel import Ranks
@@ -62,7 +62,7 @@ class Checkpoint:
         """The media family of an image-text model that `align` knows, else None."""
         if self.config.model_type != NEMOTRON_OMNI:
             return None
-        return NemotronFamily.from_pretrained(self.path, layout=Layout.NATIVE)
+        return family_of(self.path, layout=Layout.NATIVE)
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Read the weights (safetensors only).

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_rl_ext.align.families.nemotron import Layout
+from nemo_rl_ext.align.families.family import Layout
 from nemo_rl_ext.align.runs import Grammar
 from nemo_rl_ext.grpo.collecting.assembly import AlignmentOptions
 from nemo_rl_ext.grpo.collecting.gym import in_process_scorer
@@ -19,8 +19,8 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.guards.sampling import media_token_ban
+from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 
@@ -53,7 +53,7 @@ def engine_config(config: Config) -> EngineConfig:
 def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) -> AlignerConfig:
     """What every aligner loads; `base_dir` is where relative media references start."""
     return AlignerConfig(
-        model_dir=Path(config.policy.model_name),
+        model_dir=config.policy.model_name,
         media_policy=media_policy,
         base_dir=base_dir,
         layout=Layout.NATIVE,
@@ -84,13 +84,17 @@ def alignment_options(config: Config) -> AlignmentOptions:
     return AlignmentOptions(
         enabled=config.grpo.media_alignment.enabled,
         share_static=config.grpo.deduplicate_multimodal_data,
-        max_model_len=config.max_model_len,
+        # With a processor cache an image may keep the grid of an earlier request: no budget is shared.
+        max_model_len=None
+        if config.policy.generation.vllm_cfg.mm_processor_cache_gb
+        else config.max_model_len,
+        ordered=not config.env.should_use_nemo_gym,
     )
 
 
 def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
     """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scorer."""
-    scorers: dict[str, Callable[..., Any]] = {}
+    scorers: dict[str, Callable] = {}
 
     def reward(row: ManifestRow, text: str) -> float:
         if row.agent_ref is None or "answer" in row.verifier_metadata:

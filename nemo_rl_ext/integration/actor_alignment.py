@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nemo_rl_ext.align.families.family import MediaTensors
-from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
+from nemo_rl_ext.align.families.family import Layout, MediaFamily, MediaTensors
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.runs import has_context
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.align.verdict import Verdict
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
@@ -48,7 +49,7 @@ class ActorAlignment:
     `max_model_len` is the engine's context length, `temporal_patch_size` counts the frames of one video tubelet.
     """
 
-    family: NemotronFamily
+    family: MediaFamily
     pool: AlignmentPool
     settings: MediaAlignmentConfig
     max_model_len: int | None = None
@@ -66,7 +67,7 @@ class ActorAlignment:
         **context: Any,
     ) -> ActorAlignment:
         """With a pool of its own, whose aligners load the processor from the same `policy.tokenizer` block."""
-        family = NemotronFamily.from_processor(processor, layout=Layout.REMOTE, dtype=torch.float32)
+        family = family_of(processor, layout=Layout.REMOTE, dtype=torch.float32)
         config = NemoRLAlignerConfig(
             model_dir=Path(str(tokenizer_config.get("name", ""))),
             media_policy=MediaPolicy(
@@ -210,9 +211,9 @@ class ActorAlignment:
     def _answer(self, row_id: str, index: int, turn: GymTurn) -> AlignedTurn | None:
         """Neutral media for media tokens that the policy sampled; they count as placeholders in the forward."""
         ids = np.asarray(turn.sampled_ids, dtype=np.int64)
-        if not (ids == self.family.grammar.context_id).any():
+        if not has_context(ids, self.family.grammars):
             return None
-        return align_turn(ids, (), family=self.family, row_id=row_id, turn=index)
+        return align_turn(ids, (), family=self.family, sampled=True, row_id=row_id, turn=index)
 
     def _raise_if_asked(self, plan: RolloutPlan) -> None:
         asked = {

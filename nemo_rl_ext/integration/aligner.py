@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from nemo_rl_ext.align import compiled
-from nemo_rl_ext.align.families.family import MediaTensors
-from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
+from nemo_rl_ext.align.families.family import Layout, MediaTensors
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn
@@ -55,7 +55,7 @@ class NemoRLAligner:
     def __init__(self, config: NemoRLAlignerConfig) -> None:
         self.config = config
         processor = load_processor(config.tokenizer_config)
-        self.family = NemotronFamily.from_processor(processor, layout=Layout.REMOTE, dtype=config.dtype)
+        self.family = family_of(processor, layout=Layout.REMOTE, dtype=config.dtype)
         self.static = StaticProcessor(processor, self.family)
         self.render = RenderCache(self.family, config.cache_bytes)
         self.reader = MediaReader(

@@ -99,7 +99,10 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
         config.env["nemo_gym"][ACTOR_KEY] = {
             **settings.model_dump(mode="json"),
             "context": {
-                "max_model_len": pick(config, "policy.generation.vllm_cfg.max_model_len"),
+                # With a processor cache, which is the default, an image may keep the grid of an earlier request.
+                "max_model_len": pick(config, "policy.generation.vllm_cfg.max_model_len")
+                if pick(config, "policy.generation.vllm_kwargs.mm_processor_cache_gb") == 0
+                else None,
                 "temporal_patch_size": int(video or 1),
             },
         }

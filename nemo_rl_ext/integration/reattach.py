@@ -11,7 +11,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.align.turn import AlignedTurn, neutral_media
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY, mask_sample
@@ -85,8 +85,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
         if report is None:
             continue
         if report.neutral:
-            lengths = [length for length in report.found if length]
-            attach_rollout_media(message, record.family.neutral(lengths) if lengths else None)
+            attach_rollout_media(message, neutral_media(message["token_ids"], record.family))
             mask_sample(result)
             reports = [item for item in reports if item.turn != turn]
         if report.neutral or (turn, False) not in judged:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.align.verdict import TurnReport
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process
@@ -25,7 +25,7 @@ class RolloutRecord:
     num_changed: int
     bytes_shipped: int
     has_video: bool
-    family: NemotronFamily
+    family: MediaFamily
     temporal_patch_size: int
     settings: MediaAlignmentConfig
 

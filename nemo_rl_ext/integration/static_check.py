@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_ext.align.families.nemotron import NemotronFamily
-from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.families.family import Geometry, MediaFamily
 from nemo_rl_ext.align.plan import plan_turn
-from nemo_rl_ext.align.runs import RunKind, find_runs
+from nemo_rl_ext.align.runs import RunKind, find_all_runs
 from nemo_rl_ext.align.verdict import MediaReport, Reason, TurnReport, Verdict
 from nemo_rl_ext.rollout.packed import is_packed
 
@@ -21,7 +20,7 @@ from nemo_rl_ext.rollout.packed import is_packed
 def check_static_turn(
     message: Mapping[str, Any],
     *,
-    family: NemotronFamily,
+    family: MediaFamily,
     temporal_patch_size: int,
     row_id: str,
     turn: int,
@@ -35,7 +34,7 @@ def check_static_turn(
     items = _items(message, family, temporal_patch_size)
     if items is None:
         return None
-    runs = find_runs(np.asarray(message["token_ids"], dtype=np.int64), family.grammar)
+    runs = find_all_runs(np.asarray(message["token_ids"], dtype=np.int64), family.grammars)
     found = tuple(runs.lengths.tolist())
     expected = tuple(length for item in items for length in item.expected)
     if found == expected and len(runs.of_kind(RunKind.WRAPPED)) == len(runs):
@@ -57,35 +56,28 @@ def check_static_turn(
 
 
 def _items(
-    message: Mapping[str, Any], family: NemotronFamily, temporal_patch_size: int
+    message: Mapping[str, Any], family: MediaFamily, temporal_patch_size: int
 ) -> list[MediaReport] | None:
-    packed = message.get("imgs_sizes"), message.get("num_frames")
-    if not all(map(is_packed, packed)):
+    values = {key: message[key].as_tensor() for key in family.keys() if is_packed(message.get(key))}
+    packed = family.items_in({key: value for key, value in values.items() if value is not None})
+    if not packed:
         return None
-    sizes, frames = (value.as_tensor() for value in packed if value is not None)
-    if sizes is None or frames is None:
-        return None
-    patch = family.tiler.patch_size
     items: list[MediaReport] = []
-    start = 0
-    for index, count in enumerate(int(count) for count in frames.tolist()):
-        height, width = (int(side) for side in sizes[start])
-        grid = Grid(height // patch, width // patch)
-        tubelets = math.ceil(count / temporal_patch_size) if count > 1 else 1
+    for index, item in enumerate(packed):
+        tubelets = math.ceil(item.num_frames / temporal_patch_size) if item.kind == "video" else 1
         items.append(
             MediaReport(
                 index=index,
-                kind="video" if count > 1 else "image",
-                size=(height, width),
+                kind=item.kind,
+                size=item.size,
                 source="static tensors",
                 verdict=Verdict.MATCHED,
-                expected=(grid.num_tokens(family.merge_size),) * tubelets,
+                expected=family.run_lengths(Geometry(item.grid, tubelets), item.kind),
                 found=(),
-                static_grid=grid,
-                num_frames=count,
+                static_grid=item.grid,
+                num_frames=item.num_frames,
             )
         )
-        start += count
     return items
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from PIL import Image
 
-from nemo_rl_ext.align.families.family import MediaTensors
-from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 
 logger = logging.getLogger(__name__)
 
-_REBUILT = {"pixel_values", "imgs_sizes", "num_frames"}
 _PROBE_SIZES: tuple[tuple[int, int], ...] = ((320, 160), (97, 613), (1900, 41), (512, 512))
 """(width, height) of the blank images on which a processor's grids are compared with the tiler's at start-up."""
 
@@ -31,14 +29,15 @@ class StaticProcessor:
         ValueError: when the processor returns tensors that a repair could not rebuild.
     """
 
-    def __init__(self, processor: Any, family: NemotronFamily) -> None:
+    def __init__(self, processor: Any, family: MediaFamily) -> None:
         self.processor, self.family = processor, family
         self._extra_values = self._learn_extra_values()
         self.predictable = self._arithmetic_gives_its_grids()
 
     def predict(self, sizes: Sequence[Size]) -> tuple[Grid, ...]:
         """The grids of one message's images of these (height, width), by arithmetic alone."""
-        return self.family.static_grids([MediaItem(size=size, source="") for size in sizes])
+        items = [MediaItem(size=size, source="") for size in sizes]
+        return tuple(geometry.grid for geometry in self.family.static(items))
 
     def process(self, images: Sequence[Image.Image], *, pad: bool) -> MediaTensors:
         """One message's images as NeMo-RL attaches them; `pad` where they may differ in size."""
@@ -49,11 +48,9 @@ class StaticProcessor:
             message, images=list(images), processor=self.processor, pad_dynamic_image_shapes=pad
         )
         values = {key: value.as_tensor() for key, value in message.items()}
-        patch = self.family.tiler.patch_size
-        grids = tuple(
-            Grid(height // patch, width // patch) for height, width in values["imgs_sizes"].tolist()
-        )
-        return MediaTensors(grids=grids, values=values)
+        # Images alone: a count of frames that a processor adds is another thing here.
+        sizes = {key: value for key, value in values.items() if key != "num_frames"}
+        return MediaTensors(grids=tuple(item.grid for item in self.family.items_in(sizes)), values=values)
 
     def completed(self, tensors: MediaTensors) -> MediaTensors:
         """A repair's tensors with the keys that the processor returns besides those that a repair rebuilds."""
@@ -63,7 +60,7 @@ class StaticProcessor:
     def _learn_extra_values(self) -> dict[str, torch.Tensor]:
         """Keys beyond those that a repair rebuilds, with their values for one image."""
         values = self.process([Image.new("RGB", (64, 64))], pad=False).values
-        extra = {key: value for key, value in values.items() if key not in _REBUILT}
+        extra = {key: value for key, value in values.items() if key not in self.family.keys()}
         # One entry of 1 per image counts tiles; with dynamic resolution every image is one tile.
         unknown = [key for key, value in extra.items() if value.shape != (1,) or value.item() != 1]
         if unknown:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
-from nemo_rl_ext.manifest.row_media import template_content
-from nemo_rl_ext.manifest.rows import ManifestRow, Message
+from nemo_rl_ext.align.video_grids import VideoTiler
+from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, Message, VideoPart
 from nemo_rl_ext.media.sampling import num_sampled_frames, sample_frames, tubelet_texts
 
 RESERVED_TOKENS = 4
@@ -42,19 +42,15 @@ class VideoShape:
 
     def grid(self, size: Size, tiler: DynamicTiler) -> Grid:
         """Patch grid of every frame (`get_video_target_size_and_feature_size`, vLLM's nano_nemotron_vl.py)."""
-        patch, merge = tiler.patch_size, tiler.merge_size
-        if self.target_num_patches is None:
-            return Grid(self.image_size // patch, self.image_size // patch)
-        if not self.maintain_aspect_ratio:
-            side = max(merge, math.isqrt(self.target_num_patches) // merge * merge)
-            return Grid(side, side)
-        aspect = size[1] / max(size[0], 1)
-        height = max(1, round(math.sqrt(self.target_num_patches / aspect)))
-        width = max(1, round(math.sqrt(self.target_num_patches * aspect)))
-        up = Grid(-(-height // merge) * merge, -(-width // merge) * merge)
-        if up.num_patches <= self.target_num_patches:
-            return up
-        return Grid(max(merge, height // merge * merge), max(merge, width // merge * merge))
+        side = self.image_size // tiler.patch_size
+        squares = self.target_num_patches is None
+        return VideoTiler(
+            patch_size=tiler.patch_size,
+            merge_size=tiler.merge_size,
+            target_num_patches=side**2 if self.target_num_patches is None else self.target_num_patches,
+            maintain_aspect_ratio=self.maintain_aspect_ratio and not squares,
+            temporal_patch_size=self.temporal_patch_size,
+        ).grid(size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +66,6 @@ class EngineModel:
     """Room that every answer needs."""
     num_frames: int = 8
     """Frames per clip where a row does not say."""
-    limit_images: int | None = None
-    """Images that one request may carry (`limit_mm_per_prompt.image`); None for no limit."""
-    limit_videos: int | None = None
-    """The same for clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +211,16 @@ def engine_from_checkpoint(model_dir: str | Path, **settings: Any) -> EngineMode
     """
     from transformers import AutoTokenizer
 
-    from nemo_rl_ext.align.families.nemotron import NemotronFamily
+    from nemo_rl_ext.align.families.registry import family_of
 
-    family = NemotronFamily.from_pretrained(model_dir)
+    tiler = getattr(family_of(model_dir), "tiler", None)
+    if not isinstance(tiler, DynamicTiler):
+        raise ValueError(f"{model_dir}: runs are forecast for families whose images share the context alone")
     config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
     vision = config.get("vision_config") or {}
     target, side = vision.get("video_target_num_patches"), vision.get("video_target_img_size")
     if target is None and side is not None:
-        target = math.ceil(side / family.tiler.patch_size) ** 2
+        target = math.ceil(side / tiler.patch_size) ** 2
     video = VideoShape(
         temporal_patch_size=int(vision.get("video_temporal_patch_size") or 1),
         target_num_patches=target,
@@ -234,7 +228,7 @@ def engine_from_checkpoint(model_dir: str | Path, **settings: Any) -> EngineMode
         image_size=int(config.get("force_image_size") or 512),
     )
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    return EngineModel(tiler=family.tiler, video=video, tokenizer=tokenizer, **settings)
+    return EngineModel(tiler=tiler, video=video, tokenizer=tokenizer, **settings)
 
 
 def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
@@ -243,6 +237,16 @@ def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
     for index, messages in enumerate(turns):
         if index:
             chat.append({"role": "assistant", "content": ""})
-        chat += [{"role": message.role, "content": template_content(message)} for message in messages]
+        chat += [{"role": message.role, "content": _template_content(message)} for message in messages]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return text.replace("<image>", "").replace("<video>", "")
+
+
+def _template_content(message: Message) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str):
+        return message.content
+    kinds = {ImagePart: "image", VideoPart: "video"}
+    return [
+        {"type": kinds[type(part)]} if type(part) in kinds else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]

@@ -12,7 +12,7 @@ import numpy as np
 from nemo_rl_ext.align.grids import Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.verdict import MediaKind
-from nemo_rl_ext.media.identity import file_digest
+from nemo_rl_ext.media.identity import file_digest, pixel_digest
 from nemo_rl_ext.media.images import image_size, load_image
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sources import read_media_bytes
@@ -134,6 +134,8 @@ class MediaReader:
             fps=facts.fps,
             total_frames=facts.total_frames,
             max_num_tiles=source.max_num_tiles,
+            digest=facts.pixel_digest,
+            identify=pixel_digest,
         )
 
     def _video(self, source: MediaSource, indices: Sequence[int] | None = None) -> DecodedVideo:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.evidence import EngineRequest
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.plan import EngineRequest
+from nemo_rl_ext.align.runs import has_context
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
-from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
 from nemo_rl_ext.rollout.segments import Segment, to_segments
 
@@ -37,7 +37,7 @@ class InspectConfig:
     base_dir: Path
     max_model_len: int | None = None
     num_frames: int = 8
-    video_backend: Backend = "decord"
+    video_backend: str = "decord"
     decode: bool = False
 
 
@@ -98,18 +98,13 @@ class Inspector:
     """Judges stored rollouts with a checkpoint's own grammar and arithmetic."""
 
     def __init__(self, config: InspectConfig) -> None:
-        processor = config.model_dir / "preprocessor_config.json"
-        if not processor.is_file():
-            raise ValueError(
-                f"{processor} is missing; --model takes a checkpoint directory with its processor files"
-            )
         self.config = config
-        self.family = NemotronFamily.from_pretrained(config.model_dir)
+        self.family = family_of(config.model_dir)
         self._reader = MediaReader(
             policy=config.policy,
             base_dir=config.base_dir,
             num_frames=config.num_frames,
-            frames_per_tubelet=self.family.video.temporal_patch_size if self.family.video is not None else 1,
+            frames_per_tubelet=self.family.frames_per_tubelet(),
             backend=config.video_backend,
         )
         # The rollouts of a prompt group lie next to each other and share their media.
@@ -122,7 +117,7 @@ class Inspector:
             from transformers import AutoTokenizer
 
             self._tokenizer = AutoTokenizer.from_pretrained(str(self.config.model_dir), local_files_only=True)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def rows(self, path: Path) -> Iterator[RowResult]:
         """Judge every line of a file, streaming."""
@@ -153,7 +148,7 @@ class Inspector:
             ids = message["token_ids"].numpy()
             user = users.get(place)
             media = items[user.first_media : user.last_media] if user is not None else []
-            if not media and not (ids == self.family.grammar.context_id).any():
+            if not media and not has_context(ids, self.family.grammars):
                 continue
             turn = user.turn if user is not None else segment.user_turns[-1].turn
             request = self._request(items, row, user)

@@ -7,6 +7,7 @@ once, when it starts; calls carry token ids and media references, results carry 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,15 +19,16 @@ import numpy as np
 import torch
 
 from nemo_rl_ext.align import compiled
-from nemo_rl_ext.align.families.family import MediaTensors
-from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
-from nemo_rl_ext.align.grids import Grid
+from nemo_rl_ext.align.families.family import Layout, MediaTensors
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
 from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
 from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +65,13 @@ class RolloutAligner:
 
     def __init__(self, config: AlignerConfig) -> None:
         self.config = config
-        self.family = NemotronFamily.from_pretrained(
-            config.model_dir, layout=config.layout, dtype=config.dtype
-        )
+        self.family = family_of(config.model_dir, layout=config.layout, dtype=config.dtype)
         self.render = RenderCache(self.family, config.cache_bytes)
         self.reader = MediaReader(
             policy=config.media_policy,
             base_dir=config.base_dir,
             num_frames=config.num_frames,
-            frames_per_tubelet=self.family.video.temporal_patch_size if self.family.video is not None else 1,
+            frames_per_tubelet=self.family.frames_per_tubelet(),
             backend=config.video_backend,
         )
         self._image_processor: Any = None
@@ -98,22 +98,39 @@ class RolloutAligner:
             self.reader.item(source, fact, array)
             for source, (fact, array) in zip(media, decoded, strict=True)
         ]
+        tensors = None
         if self.config.layout is Layout.NATIVE and all(fact.kind == "image" for fact in facts):
-            tensors = self._processed(pixels)
-        else:
-            grids = self.family.static_grids(items)
+            try:
+                tensors = self._processed(pixels)
+            # A processor may raise anything on a size that it cannot have; the engine may well take it.
+            except Exception as error:
+                names = ", ".join(source.name for source in media)
+                logger.warning("no static tensors for %s: %s: %s", names, type(error).__name__, error)
+                return StaticTurn(tensors=None, facts=facts, pixels=pixels)
+        if tensors is None:
+            grids = [geometry.grid for geometry in self.family.static(items)]
             rendered = [self.family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
             tensors = self.family.pack(items, grids, rendered)
         return StaticTurn(tensors=tensors, facts=facts, pixels=pixels)
 
-    def _processed(self, images: tuple[np.ndarray, ...]) -> MediaTensors:
-        """Images through the checkpoint's own processor, which knows nothing of any rollout."""
-        processed = self._processor()(images=list(images), return_tensors="pt")
-        grids = tuple(Grid(*map(int, row)) for row in processed["image_grid_hw"].tolist())
-        pixels = processed["pixel_values"].to(self.config.dtype)
-        return MediaTensors(
-            grids=grids, values={"pixel_values": pixels, "image_grid_hw": processed["image_grid_hw"]}
+    def _processed(self, images: tuple[np.ndarray, ...]) -> MediaTensors | None:
+        """Images through the checkpoint's own processor, which knows nothing of any rollout.
+
+        None where its tensors do not say what grids they have.
+        """
+        # The layout is said: a picture one or three pixels high looks like planes, too.
+        processed = self._processor()(
+            images=list(images), return_tensors="pt", input_data_format="channels_last"
         )
+        values = {key: processed[key] for key in self.family.keys() if key in processed}
+        values = {
+            key: value.to(self.config.dtype) if value.is_floating_point() else value
+            for key, value in values.items()
+        }
+        items = self.family.items_in(values)
+        if len(items) != len(images):
+            return None
+        return MediaTensors(grids=tuple(item.grid for item in items), values=values)
 
     def _processor(self) -> Any:
         if self._image_processor is None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nemo_rl_ext.align.evidence import EngineRequest, Evidence
 from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.plan import EngineRequest
 from nemo_rl_ext.align.turn import AlignedTurn, Render, align_turn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
@@ -25,7 +25,9 @@ class TurnRequest:
     `facts` are what was measured of the media before (one per item), so that a turn with nothing to repair touches
     no file; without them each item is measured again. `static_grids` are the grids of the static tensors that the
     driver holds for this turn, one per run, None where it holds none. A matched turn then comes back without
-    tensors. `earlier_media` and `later_media` are those of the same engine request before and after this turn's.
+    tensors. `captured`, `evidence`, `ordered` and `sampled` are those of `align_turn`. `max_model_len` is the engine's
+    context length where all images of a request are sized together, for want of a processor cache. `earlier_media`
+    and `later_media` are those of the same engine request before and after this turn's.
     """
 
     row_id: str
@@ -35,6 +37,9 @@ class TurnRequest:
     facts: tuple[MediaFacts, ...] | None = None
     static_grids: tuple[Grid, ...] | None = None
     captured: tuple[Grid, ...] | None = None
+    evidence: tuple[Evidence, ...] | None = None
+    ordered: bool = False
+    sampled: bool = False
     max_model_len: int | None = None
     earlier_media: tuple[MediaSource, ...] = ()
     later_media: tuple[MediaSource, ...] = ()
@@ -42,7 +47,7 @@ class TurnRequest:
     def identity(self) -> Hashable:
         """Equal for two turns of one row that must come out equal."""
         media = (self.earlier_media, self.media, self.later_media)
-        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured
+        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured, self.evidence
 
 
 def unchanged(tensors: MediaTensors) -> MediaTensors:
@@ -74,7 +79,7 @@ class TurnFitting:
     def judge(
         self, turn: TurnRequest, media: tuple[MediaItem, ...], static_grids: tuple[Grid, ...] | None
     ) -> AlignedTurn:
-        """Align a turn against static grids, one per run; a tie is judged once more with the whole engine request."""
+        """Align a turn against static grids, one per run; what is open is judged with the engine request."""
 
         def align(request: EngineRequest | None = None) -> AlignedTurn:
             return align_turn(
@@ -83,15 +88,19 @@ class TurnFitting:
                 family=self.family,
                 static=None if static_grids is None else MediaTensors(grids=static_grids, values={}),
                 captured=turn.captured,
+                evidence=turn.evidence,
                 request=request,
+                ordered=turn.ordered,
+                sampled=turn.sampled,
                 render=self.render,
                 row_id=turn.row_id,
                 turn=turn.turn,
             )
 
         aligned = align()
-        # Only a tie needs the request's other media, whose files have to be opened.
-        if Reason.AMBIGUOUS_GRID in aligned.report.reasons() and (request := self._engine_request(turn)):
+        # Only what is open needs the request's other media, whose files have to be read.
+        undecided = {Reason.AMBIGUOUS_GRID, Reason.ORDER_SUSPECT} & set(aligned.report.reasons())
+        if undecided and (request := self._engine_request(turn)):
             aligned = align(request)
         return aligned
 

@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from nemo_rl_ext.align.families.family import MediaFamily
-from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.plan import plan_turn
-from nemo_rl_ext.align.runs import find_runs
-from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.align.runs import find_all_runs
+from nemo_rl_ext.align.turn import AlignedTurn, neutral_media
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn
 from nemo_rl_ext.rollout.errors import AlignerDiedError, AlignerFailedError
@@ -47,9 +47,7 @@ class AlignerPool:
     ) -> None:
         if num_aligners < 1:
             raise ValueError(f"an aligner pool needs at least one actor, got num_aligners={num_aligners}")
-        self.family = family or NemotronFamily.from_pretrained(
-            config.model_dir, layout=config.layout, dtype=config.dtype
-        )
+        self.family = family or family_of(config.model_dir, layout=config.layout, dtype=config.dtype)
         self.num_aligners = num_aligners
         self.deaths = 0
         self._config = config
@@ -126,13 +124,11 @@ class AlignerPool:
 
     def _give_up(self, turn: TurnRequest, error: AlignerDiedError) -> AlignedTurn:
         """A neutral turn, made without touching the media that ended the actors."""
-        runs = find_runs(turn.token_ids, self.family.grammar)
+        runs = find_all_runs(turn.token_ids, self.family.grammars)
         report = plan_turn(
             runs, (), self.family, row_id=turn.row_id, turn=turn.turn, fault=(Reason.WORKER_DIED, str(error))
         )
-        lengths = [length for length in report.found if length]
-        tensors = self.family.neutral(lengths) if lengths else None
-        return AlignedTurn(tensors=tensors, report=report, changed=True)
+        return AlignedTurn(tensors=neutral_media(turn.token_ids, self.family), report=report, changed=True)
 
     def shutdown(self) -> None:
         """End every actor; work in flight is abandoned."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_ext.align.evidence import Evidence
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import plan_turn
@@ -63,6 +64,7 @@ def stories(make_family):
         return verify_turn(sum(ids, []), list(media), family=family, row_id="r17", **known)
 
     clip = {"media": (CLIP,)}
+    known = dataclasses.replace(CUP, digest="01cd" * 16)
     whole = tubelets((0, 12, 24, 36), (12, 12))
     second_tubelet = whole[whole.index(END) + 1 :]
     reports = [
@@ -72,9 +74,16 @@ def stories(make_family):
         report(run(7)),
         report(run(232), run(252), media=(CUP, MAP)),
         report(run(252), text("see "), [CONTEXT]),
+        report(text("I see "), [CONTEXT], media=(), sampled=True),
+        report(text("a"), [CONTEXT]),
+        report([START], run(252), [CONTEXT] * 251, [END]),
         report(run(252)[:-60]),
         report(run(0)),
         report(run(165), captured=[Grid(28, 36)]),
+        report(run(252), media=(known,), evidence=[Evidence(served="99aa" * 16)]),
+        report(run(252), media=(known, MAP), evidence=[Evidence(served="99aa" * 16)]),
+        report(run(252), media=(), evidence=[Evidence(served="99aa" * 16)]),
+        report(text("a "), run(252), evidence=[Evidence(grid=Grid(28, 36), runs=((0, 252),))]),
         report(tubelets((0, 12, 24, 36), (24, 0)), **clip),
         report(second_tubelet, **clip),
         report(tubelets((0, 12, 24, 36), (12, 10)), **clip),

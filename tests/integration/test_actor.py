@@ -103,7 +103,7 @@ def test_tool_images_sampled_media_tokens_and_text(alignment, rows):
     tool = rows.result(row, [50], tool=(rows.url(480, 640, 3), [120]), sampled=(11, 5))
     found = plan(alignment(), row, tool)
     assert [turn.changed for turn in found.user] == [False, True]
-    assert found.assistant[0].report.reason is Reason.BARE_CONTEXT and found.assistant[1] is None
+    assert found.assistant[0].report.reason is Reason.SAMPLED_CONTEXT and found.assistant[1] is None
     text = rows.row([])
     assert plan(alignment(), text, rows.result(text, [])) is None
 

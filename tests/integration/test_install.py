@@ -117,7 +117,8 @@ def test_the_actor_gets_settings_and_what_it_cannot_see(caplog):
         config = hand_over(num_aligners=5, evidence="runs")
     handed = config["env"]["nemo_gym"][ACTOR_KEY]
     assert handed["num_aligners"] == 5 and handed["evidence"] == "runs"
-    assert handed["context"] == {"max_model_len": 512, "temporal_patch_size": 2}
+    # The engine's processor cache is on where nobody says otherwise: its images share no budget.
+    assert handed["context"] == {"max_model_len": None, "temporal_patch_size": 2}
     assert config["policy"]["generation"]["bad_words"] == ["<img>", "<image>", "</img>"]
     assert "banned from sampling through policy.generation.bad_words" in caplog.text
 

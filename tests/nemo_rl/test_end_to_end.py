@@ -157,7 +157,7 @@ def test_tool_images_and_sampled_media_tokens(
     assert placeholders(flat) == features(media) == 2 * (50 + 120) + 2 * (50 + 1)
     metrics = [trajectory["rollout_metrics"] for trajectory in trajectories]
     assert sum(entry["alignment/rows_masked"] for entry in metrics) == 2
-    assert sum(entry["alignment/reason/bare_context"] for entry in metrics) == 2
+    assert sum(entry["alignment/reason/sampled_context"] for entry in metrics) == 2
     assert torch.isfinite(media["pixel_values"]).all()
 
 

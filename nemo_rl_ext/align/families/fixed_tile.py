@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with fixed tiles (InternVL, Nemotron VL without dynamic resolution): still images only."""
+"""Nemotron VL checkpoints without dynamic resolution: square tiles of one size, still images only.
+
+The pixels are those of vLLM's `dynamic_preprocess` (vllm/transformers_utils/processors/nano_nemotron_vl.py), which
+resizes in float. InternVL's tiles have the same grids and are resized as bytes: see `internvl`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from nemo_rl_ext.align.families.family import MediaTensors
+from nemo_rl_ext.align.families.family import (
+    Geometry,
+    MediaTensors,
+    PackedItem,
+    Seen,
+    join_rows,
+)
 from nemo_rl_ext.align.fixed_tiles import FixedTiler
-from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.grids import Array, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.pixels import resize_and_normalize
-from nemo_rl_ext.align.runs import Grammar
-from nemo_rl_ext.align.verdict import MediaAlignmentError
+from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
+from nemo_rl_ext.align.verdict import Fault, MediaAlignmentError, MediaKind, Reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +41,10 @@ class FixedTileFamily:
     decoder: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
 
     @property
+    def grammars(self) -> tuple[Grammar, ...]:
+        return (self.grammar,)
+
+    @property
     def merge_size(self) -> int:
         return self.tiler.merge_size
 
@@ -39,21 +54,48 @@ class FixedTileFamily:
     def frames_per_tubelet(self) -> int:
         return 1
 
-    def num_runs(self, item: MediaItem) -> int:
+    def num_tubelets(self, item: MediaItem) -> int:
         if item.kind == "video":
             raise ValueError(f"{item.source}: families with fixed tiles take still images, got a video")
         return 1
 
-    def num_tokens(self, grid: Grid) -> int:
-        return self.tiler.num_tokens(grid)
+    def split(
+        self, runs: PlaceholderRuns, texts: Sequence[str] | None, items: Sequence[MediaItem]
+    ) -> list[Seen] | Fault:
+        if len(runs) != len(items):
+            return Fault(Reason.RUN_COUNT, f"{len(items)} runs expected, {len(runs)} found")
+        return [Seen(lengths=(length,)) for length in runs.lengths.tolist()]
+
+    def static(self, items: Sequence[MediaItem]) -> tuple[Geometry, ...]:
+        return tuple(
+            Geometry(grid, self.num_tubelets(item))
+            for grid, item in zip(self.static_grids(items), items, strict=True)
+        )
 
     def static_grids(self, items: Sequence[MediaItem]) -> tuple[Grid, ...]:
         return tuple(self.tiler.grid(item.size, item.max_num_tiles) for item in items)
 
-    def feasible_grids(self, item: MediaItem, num_tokens: int) -> tuple[Grid, ...]:
-        return self.tiler.feasible_grids(item.size, num_tokens, item.max_num_tiles)
+    def run_lengths(self, geometry: Geometry, kind: MediaKind) -> tuple[int, ...]:
+        return (self.tiler.num_tokens(geometry.grid),)
 
-    def joint_grids(self, sizes: Sequence[Size], max_model_len: int) -> tuple[Grid, ...] | None:
+    def frames(self, item: MediaItem, seen: Seen, hint: Sequence[int]) -> tuple[int, ...] | Fault | None:
+        return None
+
+    def candidates(self, item: MediaItem, seen: Seen) -> tuple[Geometry, ...] | Fault:
+        (length,) = seen.lengths
+        grids = self.tiler.feasible_grids(item.size, length, item.max_num_tiles)
+        return tuple(Geometry(grid) for grid in grids)
+
+    def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
+        """`image_num_patches` counts tiles, which the run does, too; the one canvas that has them is the geometry."""
+        tiles = values.get("image_num_patches")
+        if tiles is None:
+            return None
+        tokens = int(torch.as_tensor(tiles).sum()) * self.tiler.tokens_per_tile
+        grids = self.tiler.feasible_grids(item.size, tokens, item.max_num_tiles)
+        return Geometry(grids[0]) if len(grids) == 1 else None
+
+    def shared_outcomes(self, sizes: Sequence[Size], max_tokens: int) -> Array | None:
         """Fixed tiles share no budget: nothing to replay."""
         return None
 
@@ -72,7 +114,7 @@ class FixedTileFamily:
             tiles = torch.cat([tiles, self._resize(pixels, Grid(side, side))])
         return tiles
 
-    def _resize(self, pixels, grid: Grid) -> torch.Tensor:
+    def _resize(self, pixels: Array, grid: Grid) -> torch.Tensor:
         return resize_and_normalize(
             pixels, grid, patch_size=self.tiler.patch_size, mean=self.mean, std=self.std, dtype=self.dtype
         )
@@ -88,7 +130,20 @@ class FixedTileFamily:
             grids=grids, values={"pixel_values": torch.cat(list(tiles)), "num_patches": counts}
         )
 
-    def neutral(self, run_lengths: Sequence[int]) -> MediaTensors:
+    def items_in(self, values: Mapping[str, torch.Tensor]) -> tuple[PackedItem, ...]:
+        """Nothing: a number of tiles leaves rows and columns open."""
+        return ()
+
+    def keys(self) -> Mapping[str, bool]:
+        return {"pixel_values": False, "num_patches": False}
+
+    def join(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return join_rows(rows, self.keys())
+
+    def num_features(self, tensors: MediaTensors) -> int:
+        return len(tensors.values["pixel_values"]) * self.tiler.tokens_per_tile
+
+    def neutral(self, run_lengths: Sequence[int], grammars: Sequence[int] = ()) -> MediaTensors:
         """Blank tiles, one feature per context token.
 
         Raises:
@@ -106,3 +161,8 @@ class FixedTileFamily:
         blank = torch.zeros(1, 3, tile, tile, dtype=self.dtype)
         count = tokens // per_tile
         return self._pack((Grid(side, side),) * count, [blank] * count)
+
+    def sequence(
+        self, token_ids: torch.Tensor, values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return {}

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,33 +12,60 @@ from typing import Any
 
 import torch
 
-from nemo_rl_ext.align.families.family import MediaTensors
-from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
+from nemo_rl_ext.align.families.checkpoint import (
+    decoder_of,
+    processor_part,
+    read_json,
+    setting,
+    token_ids,
+    tokenizer_of,
+    triple,
+)
+from nemo_rl_ext.align.families.family import (
+    Geometry,
+    Layout,
+    MediaTensors,
+    PackedItem,
+    Seen,
+    join_rows,
+)
+from nemo_rl_ext.align.families.fixed_tile import FixedTileFamily
+from nemo_rl_ext.align.fixed_tiles import FixedTiler, uses_fixed_tiles
+from nemo_rl_ext.align.grids import Array, DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.pixels import neutral_grids, patchify, resize_and_normalize
-from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
+from nemo_rl_ext.align.shares import label_problem, share_runs
+from nemo_rl_ext.align.timestamps import TubeletLabel, frame_indices, read_label
+from nemo_rl_ext.align.verdict import Fault, MediaKind, Reason
 from nemo_rl_ext.align.video_grids import VideoTiler
+
+__all__ = ["Layout", "NemotronFamily"]
+
+MAX_NUM_TILES = 12
+"""Tiles of an image where neither checkpoint nor row says: `DEFAULT_NUM_TILES` of vLLM's processor."""
+MODEL_TYPES = ("nemotron_h_omni", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
+ARCHITECTURES = (
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
+    "NemotronH_Omni_Reasoning_V3",
+)
 
 START_TOKEN, CONTEXT_TOKEN, END_TOKEN = "<img>", "<image>", "</img>"
 RESERVED_TOKENS = 4
 """Context tokens that the engine's processor sets aside before it shares the rest among the images."""
 
 
-class Layout(enum.Enum):
-    """How the training side wants its media."""
-
-    REMOTE = "remote"
-    """Released checkpoints' own processors, as NeMo-RL feeds them: `pixel_values` [images, 3, Hmax, Wmax],
-    `imgs_sizes` int32 [images, 2] (height, width) in pixels, `num_frames` int64 [images]."""
-    NATIVE = "native"
-    """transformers' `nemotron_h_omni`: `pixel_values` [patches, 3 * patch_size**2] and `image_grid_hw` int64
-    [images, 2] (height, width) in patches. With videos the items of a turn stand in prompt order in the same two
-    tensors, a clip frame by frame, and `num_frames` int64 [items] counts each clip's frames, 0 for an image."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NemotronFamily:
     """The Nemotron Nano/Super VL and Omni models.
+
+    In `Layout.REMOTE` a turn has `pixel_values` [images, 3, Hmax, Wmax], `imgs_sizes` int32 [images, 2] (height, width)
+    in pixels and `num_frames` int64 [images]. In `Layout.NATIVE` it has `pixel_values` [patches, 3 * patch_size**2]
+    and `image_grid_hw` int64 [images, 2] (height, width) in patches; with videos the items stand in prompt order in
+    the same two tensors, a clip frame by frame, and `num_frames` int64 [items] counts each clip's frames, 0 for an
+    image.
 
     `processor_max_model_len` is the context length that the training side's image processor budgets with; it caps
     every image of a call on its own, unlike the engine's, which all images of a request share.
@@ -62,16 +87,18 @@ class NemotronFamily:
     ) -> NemotronFamily:
         """Read a checkpoint directory's tokenizer and image processor configuration; no weights, no code of its own.
 
+        The released checkpoints without dynamic resolution are another family (`fixed_tile`).
+
         Raises:
             ValueError: when a file is missing or lacks a value, naming both.
         """
         model_dir = Path(model_dir)
-        vocabulary, decoder = _tokenizer(model_dir)
+        vocabulary, decoder = tokenizer_of(model_dir)
         family = cls._from_parts(
-            vocabulary, _read_json(model_dir / "preprocessor_config.json"), str(model_dir), layout, dtype
+            vocabulary, processor_part(model_dir, "image"), str(model_dir), layout, dtype
         )
         return dataclasses.replace(
-            family, decoder=decoder, video=_video_tiler(_read_json(model_dir / "config.json"), family.tiler)
+            family, decoder=decoder, video=_video_tiler(read_json(model_dir / "config.json"), family.tiler)
         )
 
     @classmethod
@@ -101,7 +128,7 @@ class NemotronFamily:
         return dataclasses.replace(
             family,
             video=video,
-            decoder=lambda ids: processor.tokenizer.decode(list(ids), skip_special_tokens=False),
+            decoder=decoder_of(processor.tokenizer),
         )
 
     @classmethod
@@ -113,36 +140,31 @@ class NemotronFamily:
         layout: Layout,
         dtype: torch.dtype,
     ) -> NemotronFamily:
-        missing = [token for token in (START_TOKEN, CONTEXT_TOKEN, END_TOKEN) if token not in vocabulary]
-        if missing:
-            raise ValueError(
-                f"{origin}: the tokenizer has no {', '.join(missing)}; a Nemotron VL checkpoint is expected, whose "
-                f"tokenizer knows {START_TOKEN}, {CONTEXT_TOKEN} and {END_TOKEN}"
-            )
+        start, context, end = token_ids(
+            vocabulary, (START_TOKEN, CONTEXT_TOKEN, END_TOKEN), origin, "a Nemotron VL"
+        )
 
         def read(*names: str) -> Any:
-            for name in names:
-                if config.get(name) is not None:
-                    return config[name]
-            raise ValueError(
-                f"{origin}: the image processor configuration has no {' or '.join(names)}; it has "
-                f"{', '.join(sorted(config))}"
-            )
+            return setting(config, origin, *names)
 
         return cls(
-            grammar=Grammar(*(vocabulary[token] for token in (START_TOKEN, CONTEXT_TOKEN, END_TOKEN))),
+            grammar=Grammar(start, context, end),
             tiler=DynamicTiler(
                 patch_size=int(read("patch_size")),
                 merge_size=round(1 / float(config.get("downsample_ratio", 0.5))),
                 min_num_patches=int(read("min_num_patches")),
                 max_num_patches=int(read("max_num_patches")),
             ),
-            mean=tuple(read("norm_mean", "image_mean")),
-            std=tuple(read("norm_std", "image_std")),
+            mean=triple(read("norm_mean", "image_mean")),
+            std=triple(read("norm_std", "image_std")),
             processor_max_model_len=int(config.get("max_model_len") or 0),
             layout=layout,
             dtype=dtype,
         )
+
+    @property
+    def grammars(self) -> tuple[Grammar, ...]:
+        return (self.grammar,)
 
     @property
     def merge_size(self) -> int:
@@ -152,7 +174,7 @@ class NemotronFamily:
         return self.decoder(token_ids) if self.decoder is not None else None
 
     def frames_per_tubelet(self) -> int:
-        return self._video().temporal_patch_size
+        return self.video.temporal_patch_size if self.video is not None else 1
 
     def _video(self) -> VideoTiler:
         if self.video is None:
@@ -162,8 +184,71 @@ class NemotronFamily:
             )
         return self.video
 
-    def num_runs(self, item: MediaItem) -> int:
+    def num_tubelets(self, item: MediaItem) -> int:
         return self._video().num_tubelets(item.num_frames) if item.kind == "video" else 1
+
+    def split(
+        self, runs: PlaceholderRuns, texts: Sequence[str] | None, items: Sequence[MediaItem]
+    ) -> list[Seen] | Fault:
+        """One run per image, one labelled run per tubelet of a video."""
+        labels = [read_label(text) for text in texts] if texts is not None else None
+        counts = [self.num_tubelets(item) for item in items]
+        shares = share_runs(runs.lengths.tolist(), labels, items, counts)
+        if isinstance(shares, str):
+            videos = any(item.kind == "video" for item in items)
+            return Fault(Reason.TUBELET_COUNT if videos else Reason.RUN_COUNT, shares)
+        return [Seen(lengths=share.lengths, labels=share.labels) for share in shares]
+
+    def static(self, items: Sequence[MediaItem]) -> tuple[Geometry, ...]:
+        grids = self.static_grids(items)
+        return tuple(Geometry(grid, self.num_tubelets(item)) for grid, item in zip(grids, items, strict=True))
+
+    def run_lengths(self, geometry: Geometry, kind: MediaKind) -> tuple[int, ...]:
+        return (self.num_tokens(geometry.grid),) * geometry.tubelets
+
+    def frames(self, item: MediaItem, seen: Seen, hint: Sequence[int]) -> tuple[int, ...] | Fault | None:
+        """The frames at the times that the engine wrote before each tubelet."""
+        labels = [label for label in seen.labels if isinstance(label, TubeletLabel)]
+        if not labels:
+            return None
+        if item.kind == "image":
+            return Fault(Reason.TUBELET_COUNT, "the text before its run names the frames of a video")
+        if problem := label_problem(labels, self.frames_per_tubelet()):
+            return Fault(Reason.TUBELET_COUNT, problem)
+        times = [time for label in labels for time in label.times]
+        frames = frame_indices(times, item.fps, hint=hint or item.frame_indices)
+        if frames is None or (item.total_frames and max(frames) >= item.total_frames):
+            clip = f"a clip of {item.total_frames} frames at {item.fps:g} per second"
+            return Fault(
+                Reason.FRAME_TIMES, f"the times {times[0]} to {times[-1]} s are not frames of {clip}"
+            )
+        if frames != item.frame_indices and list(frames) != sorted(frames):
+            return Fault(Reason.FRAME_TIMES, f"the times {', '.join(times[:6])} s run backwards")
+        return frames
+
+    def candidates(self, item: MediaItem, seen: Seen) -> tuple[Geometry, ...] | Fault:
+        if len(set(seen.lengths)) != 1:
+            return Fault(Reason.FRAME_GRID, "the tubelets' runs differ in length")
+        tubelets = self.num_tubelets(item)
+        if tubelets != len(seen.lengths):
+            return ()
+        return tuple(Geometry(grid, tubelets) for grid in self.feasible_grids(item, seen.lengths[0]))
+
+    def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
+        """From `imgs_sizes` (height, width) in pixels of an image; a clip's tensors are large, their shape says it."""
+        patch = self.tiler.patch_size
+        if item.kind == "image":
+            size = values.get("imgs_sizes")
+            return Geometry(Grid(int(size[0]) // patch, int(size[1]) // patch)) if size is not None else None
+        shape = values.get("pixel_values_flat_video")
+        shape = shape.get("shape") if isinstance(shape, Mapping) else None
+        if not shape or len(shape) != 4:
+            return None
+        grid = Grid(int(shape[2]) // patch, int(shape[3]) // patch)
+        return Geometry(grid, self._video().num_tubelets(int(shape[0])))
+
+    def shared_outcomes(self, sizes: Sequence[Size], max_tokens: int) -> Array | None:
+        return self.tiler.shared_outcomes(sizes, max_tokens) if sizes else None
 
     def num_tokens(self, grid: Grid) -> int:
         return grid.num_tokens(self.merge_size)
@@ -210,11 +295,57 @@ class NemotronFamily:
             return patchify(pixels, self.tiler.patch_size)
         return pixels if video else pixels[0]
 
+    def items_in(self, values: Mapping[str, torch.Tensor]) -> tuple[PackedItem, ...]:
+        sizes, counts = values.get("imgs_sizes"), values.get("num_frames")
+        grids, patch = values.get("image_grid_hw"), self.tiler.patch_size
+        if grids is not None:
+            frames = counts.tolist() if counts is not None else [0] * len(grids)
+            return tuple(
+                PackedItem(
+                    "video" if count else "image",
+                    Grid(height, width),
+                    (height * patch, width * patch),
+                    max(count, 1),
+                )
+                for (height, width), count in zip(grids.tolist(), frames, strict=True)
+            )
+        if sizes is None:
+            return ()
+        items: list[PackedItem] = []
+        start = 0
+        for count in counts.tolist() if counts is not None else [1] * len(sizes):
+            height, width = (int(side) for side in sizes[start].tolist())
+            grid = Grid(height // patch, width // patch)
+            items.append(PackedItem("video" if count > 1 else "image", grid, (height, width), count))
+            start += count
+        return tuple(items)
+
+    def keys(self) -> Mapping[str, bool]:
+        if self.layout is Layout.NATIVE:
+            return {"pixel_values": False, "image_grid_hw": False, "num_frames": False}
+        return {"pixel_values": True, "imgs_sizes": False, "num_frames": False}
+
+    def join(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        if self.layout is Layout.NATIVE and any("num_frames" in row for row in rows):
+            # Only turns with a clip carry it; every item of the others is a still image.
+            stills = [torch.zeros(len(row["image_grid_hw"]), dtype=torch.int64) for row in rows]
+            rows = [{"num_frames": zeros, **row} for zeros, row in zip(stills, rows, strict=True)]
+        return join_rows(rows, self.keys())
+
+    def num_features(self, tensors: MediaTensors) -> int:
+        return tensors.num_features(self.merge_size)
+
+    def sequence(
+        self, token_ids: torch.Tensor, values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Nothing: positions count tokens, and the ids are those that are trained on."""
+        return {}
+
     def pack(
         self, items: Sequence[MediaItem], grids: Sequence[Grid], rendered: Sequence[torch.Tensor]
     ) -> MediaTensors:
         runs = tuple(
-            grid for item, grid in zip(items, grids, strict=True) for _ in range(self.num_runs(item))
+            grid for item, grid in zip(items, grids, strict=True) for _ in range(self.num_tubelets(item))
         )
         if self.layout is Layout.REMOTE:
             frames = [tensor if tensor.ndim == 4 else tensor[None] for tensor in rendered]
@@ -231,7 +362,7 @@ class NemotronFamily:
     ) -> dict[str, torch.Tensor]:
         height, width = (max(tensor.shape[axis] for tensor in frames) for axis in (2, 3))
         pixels = frames[0].new_zeros(sum(counts), 3, height, width)
-        for target, tensor in zip(pixels.split(list(counts)), frames, strict=True):
+        for target, tensor in zip(torch.split(pixels, list(counts)), frames, strict=True):
             target[:, :, : tensor.shape[2], : tensor.shape[3]] = tensor
         patch = self.tiler.patch_size
         sizes = [
@@ -245,7 +376,7 @@ class NemotronFamily:
             "num_frames": torch.tensor(counts, dtype=torch.int64),
         }
 
-    def neutral(self, run_lengths: Sequence[int]) -> MediaTensors:
+    def neutral(self, run_lengths: Sequence[int], grammars: Sequence[int] = ()) -> MediaTensors:
         grids = tuple(
             grid
             for length in run_lengths
@@ -291,31 +422,44 @@ def _video_tiler(config: Mapping[str, Any], tiler: DynamicTiler) -> VideoTiler |
     )
 
 
-def _tokenizer(model_dir: Path) -> tuple[Mapping[str, int], Callable[[Sequence[int]], str]]:
-    """Token -> id and a decoder, from tokenizer.json where there is one, else through transformers."""
-    path = model_dir / "tokenizer.json"
-    if path.is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(path))
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-    if not model_dir.is_dir():
-        raise ValueError(
-            f"{model_dir} is not a directory; a checkpoint directory with a tokenizer is expected"
-        )
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    return slow.get_vocab(), lambda ids: slow.decode(list(ids), skip_special_tokens=False)
+def recognises(processor: Any) -> bool:
+    """Whether a live processor is one of this family's: patch limits per image, and the family's media tokens."""
+    part = getattr(processor, "image_processor", processor)
+    limits = all(hasattr(part, name) for name in ("min_num_patches", "max_num_patches", "patch_size"))
+    return limits and CONTEXT_TOKEN in processor.tokenizer.get_vocab()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing; a checkpoint directory with its processor files is expected"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+def from_pretrained(
+    model_dir: str | Path, *, layout: Layout = Layout.REMOTE, dtype: torch.dtype = torch.float32
+) -> NemotronFamily | FixedTileFamily:
+    """The family of a checkpoint with dynamic resolution, or with fixed tiles where it has no patch limits."""
+    config = read_json(Path(model_dir) / "config.json")
+    if uses_fixed_tiles(config):
+        return fixed_tile_family(Path(model_dir), config, dtype)
+    return NemotronFamily.from_pretrained(model_dir, layout=layout, dtype=dtype)
+
+
+def fixed_tile_family(model_dir: Path, config: Mapping[str, Any], dtype: torch.dtype) -> FixedTileFamily:
+    """From config.json alone: such checkpoints have no image processor of their own in the engine."""
+    vocabulary, decoder = tokenizer_of(model_dir)
+    origin = str(model_dir / "config.json")
+    start, context, end = token_ids(
+        vocabulary, (START_TOKEN, CONTEXT_TOKEN, END_TOKEN), str(model_dir), "a Nemotron VL"
+    )
+    return FixedTileFamily(
+        grammar=Grammar(start, context, end),
+        tiler=FixedTiler(
+            tile_size=int(setting(config, origin, "force_image_size")),
+            patch_size=int(setting(config, origin, "patch_size")),
+            merge_size=round(1 / float(setting(config, origin, "downsample_ratio"))),
+            max_num_tiles=MAX_NUM_TILES,
+            use_thumbnail=bool(setting(config, origin, "use_thumbnail")),
+        ),
+        mean=triple(setting(config, origin, "norm_mean")),
+        std=triple(setting(config, origin, "norm_std")),
+        dtype=dtype,
+        decoder=decoder,
+    )
+
+
+from_processor = NemotronFamily.from_processor

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,11 +26,16 @@ Score = Callable[[Conversation], tuple[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentOptions:
-    """What the collector needs of `grpo.media_alignment`."""
+    """What the collector needs of `grpo.media_alignment`.
+
+    `max_model_len` is the budget that the images of a request share, None where they share none. `ordered` says that
+    the run writes the engine's requests itself, so that the order of their media is certain; an agent may reorder them.
+    """
 
     enabled: bool
     share_static: bool
-    max_model_len: int
+    max_model_len: int | None
+    ordered: bool
 
 
 class GroupAssembly:
@@ -78,6 +82,8 @@ class GroupAssembly:
                         facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
                         static_grids=self._static_grids(conversation, number, turn),
                         captured=turn.captured if turn is not None else None,
+                        ordered=self.options.ordered,
+                        sampled=message["role"] == "assistant",
                         max_model_len=self.options.max_model_len if media else None,
                         earlier_media=every[: turn.first_media] if turn is not None else (),
                         later_media=every[turn.last_media : seen] if turn is not None else (),
@@ -118,7 +124,7 @@ class GroupAssembly:
                     rollout.extra_reasons[Reason.EARLIER_TURN_RESIZED] = f"row {rollout.row_id!r}: {resize}"
             rollouts.append(rollout)
         seen: set[int] = set()
-        for index, number, message, request in self._places:
+        for index, segment, message, request in self._places:
             rollout, turn = rollouts[index], aligned[request]
             if request in seen:
                 # Its work was done once, for the first generation.
@@ -127,9 +133,9 @@ class GroupAssembly:
             rollout.aligned.append(turn)
             rollout.masked |= turn.report.neutral
             if turn.report.repaired:
-                rollout.repaired_segments.add(number)
+                rollout.repaired_segments.add(segment)
             if turn.changed:
-                attach_rollout_media(rollout.segments[number].message_log[message], turn.tensors)
+                attach_rollout_media(rollout.segments[segment].message_log[message], turn.tensors)
         for conversation, rollout in zip(self.conversations, rollouts, strict=True):
             self._reattach(conversation, rollout)
         return rollouts
@@ -155,9 +161,9 @@ def _keep_row(conversation: Conversation, grammar: Grammar) -> None:
     )
 
 
-def _static_message(conversation: Conversation, turn: UserTurn) -> dict[str, Any]:
+def _static_message(conversation: Conversation, turn: UserTurn) -> dict:
     """A user message with the static tensors of the media that its counterpart holds."""
-    message: dict[str, Any] = {"role": "user"}
+    message: dict = {"role": "user"}
     parts, seen = [], 0
     for media, static in zip(conversation.media, conversation.static, strict=True):
         if turn.first_media <= seen < turn.last_media:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class FlatSequence:
     token_ids: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
-    media: tuple[dict[str, Any], ...]
+    media: tuple[dict[str, object], ...]
 
 
 def flatten(segment: Segment) -> FlatSequence:

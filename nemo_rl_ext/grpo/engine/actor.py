@@ -57,7 +57,6 @@ class _Stop:
 
 
 _Work = _Generate | _Update | _Stop
-_Owners = dict[str, tuple[_Generate, int]]
 
 
 class EngineActor:
@@ -92,11 +91,7 @@ class EngineActor:
         May be called from many threads at once; all running requests share the engine's steps. Raises
         EngineError when the engine is dead.
         """
-        if not requests:
-            return []
-        work = _Generate(list(requests))
-        self._send(work)
-        return work.future.result()
+        return self._do(_Generate(list(requests))) if requests else []
 
     def update_weights(
         self, weights: Mapping[str, torch.Tensor], version: int, in_flight: bool = True
@@ -107,14 +102,11 @@ class EngineActor:
         otherwise running requests finish first and requests that arrive meanwhile wait for the new weights.
         Raises ValueError, with nothing changed, when the names do not fit or `version` does not increase.
         """
-        work = _Update(weights, version, in_flight)
-        self._send(work)
-        return work.future.result()
+        return self._do(_Update(weights, version, in_flight))
 
     def version(self) -> int:
         """Version of the newest weights that the engine samples with."""
         self._require_alive()
-        assert self._engine is not None, "a running engine was loaded"
         return self._engine.version
 
     def health(self) -> dict[str, Any]:
@@ -138,9 +130,7 @@ class EngineActor:
         """Stop the engine; calls that wait get an EngineError. Idempotent."""
         if self._dead is None:
             try:
-                work = _Stop()
-                self._send(work)
-                work.future.result()
+                self._do(_Stop())
             except EngineError:
                 logger.debug("engine was gone before it was asked to stop")
         if self._thread is not None:
@@ -150,10 +140,11 @@ class EngineActor:
         if self._dead is not None:
             raise EngineError(f"the engine is not running: {self._dead}")
 
-    def _send(self, work: _Work) -> None:
+    def _do(self, work: _Work) -> Any:
         with self._lock:
             self._require_alive()
             self._inbox.put(work)
+        return work.future.result()
 
     def _run(self) -> None:
         """The engine's own thread."""
@@ -161,7 +152,7 @@ class EngineActor:
         try:
             from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
 
-            self._engine = engine = VllmEngine(self._config)
+            self._engine = VllmEngine(self._config)
         except BaseException as error:
             self._dead = f"start failed: {error}"
             is_users = isinstance(error, ValueError)
@@ -171,10 +162,10 @@ class EngineActor:
         self._dead = None
         self._started.set_result(time.perf_counter() - begin)
         waiting: deque[_Work] = deque()
-        owners: _Owners = {}
+        owners: dict[str, tuple[_Generate, int]] = {}
         reason = "shut down"
         try:
-            self._serve(engine, waiting, owners)
+            self._serve(waiting, owners)
         except BaseException as error:
             logger.exception("the engine died")
             reason = f"{type(error).__name__}: {error}"
@@ -189,11 +180,11 @@ class EngineActor:
                 else:
                     work.future.set_exception(EngineError(f"the engine stopped before it answered: {reason}"))
         try:
-            engine.shutdown()
+            self._engine.shutdown()
         except Exception:
             logger.exception("the engine did not shut down cleanly")
 
-    def _serve(self, engine: VllmEngine, waiting: deque[_Work], owners: _Owners) -> None:
+    def _serve(self, waiting: deque[_Work], owners: dict[str, tuple[_Generate, int]]) -> None:
         """Work in order of arrival until a stop; `waiting` and `owners` name what is unanswered."""
         while True:
             if not waiting and not owners:
@@ -207,35 +198,34 @@ class EngineActor:
                 if isinstance(work, _Update):
                     if owners and not work.in_flight:
                         break
-                    _apply(engine, work)
+                    self._apply(work)
                 else:
-                    self._add(engine, work, owners)
+                    self._add(work, owners)
                 waiting.popleft()
             if owners:
-                for name, result in engine.step():
-                    call, index = owners.pop(name)
+                for name, result in self._engine.step():
+                    work, index = owners.pop(name)
                     self._num_tokens += sum(len(sequence.token_ids) for sequence in result.outputs)
-                    call.put(index, result)
+                    work.put(index, result)
 
-    def _add(self, engine: VllmEngine, work: _Generate, owners: _Owners) -> None:
+    def _add(self, work: _Generate, owners: dict[str, tuple[_Generate, int]]) -> None:
         for index, request in enumerate(work.requests):
             self._num_requests += 1
             try:
-                owners[engine.add(request)] = (work, index)
+                owners[self._engine.add(request)] = (work, index)
             except ValueError as error:
                 logger.warning("%s", error)
                 self._num_refused += 1
-                work.put(index, engine.refuse(request, error))
+                work.put(index, self._engine.refuse(request, error))
 
-
-def _apply(engine: VllmEngine, work: _Update) -> None:
-    begin = time.perf_counter()
-    try:
-        engine.load_weights(work.weights, work.version)
-    except ValueError as error:
-        work.future.set_exception(error)
-        return
-    work.future.set_result(time.perf_counter() - begin)
+    def _apply(self, work: _Update) -> None:
+        begin = time.perf_counter()
+        try:
+            self._engine.load_weights(work.weights, work.version)
+        except ValueError as error:
+            work.future.set_exception(error)
+            return
+        work.future.set_result(time.perf_counter() - begin)
 
 
 def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency: int = 32) -> Any:
@@ -250,12 +240,15 @@ def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency
 
     from nemo_rl_ext.grpo.engine.vllm_setup import ENVIRONMENT
 
-    options = {
-        "num_cpus": num_cpus,
-        "max_concurrency": max_concurrency,
-        "runtime_env": {"env_vars": dict(ENVIRONMENT)},
-    }
-    actor: Any = ray.remote(EngineActor).options(**options).remote(config)
+    actor = (
+        ray.remote(EngineActor)
+        .options(
+            num_cpus=num_cpus,
+            max_concurrency=max_concurrency,
+            runtime_env={"env_vars": dict(ENVIRONMENT)},
+        )
+        .remote(config)
+    )
     try:
         ray.get(actor.start.remote())
     except ray.exceptions.RayTaskError as error:
