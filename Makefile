@@ -19,7 +19,7 @@ help:
 	@echo "make test-nemo-rl NEMO_RL=dir the tests against a NeMo-RL checkout, in an environment of their own"
 	@echo "make gym                      the separate environment of NeMo-Gym (Python >= 3.12)"
 	@echo "make bench                    the benchmarks"
-	@echo "make lint                     rules, format, arrows between the rooms"
+	@echo "make lint                     rules, format, arrows between the rooms, types"
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/setup.sh "$(VENV)"
@@ -46,3 +46,4 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: run ruff format ." >&2; exit 1; }
 	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/mypy --no-error-summary

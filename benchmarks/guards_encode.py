@@ -2,12 +2,14 @@
 """What safe rendering and phantom detection cost, against the tokenizer's own chat rendering.
 
     python benchmarks/guards_encode.py
+    python benchmarks/guards_encode.py --tokenizer CHECKPOINT   # loading it against building its encoder
 
 Prints one JSON object; seconds are CPU seconds of this process.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 
@@ -56,7 +58,38 @@ def cpu_seconds(work, repeats: int = 3) -> float:
     return best
 
 
+def building(path: str) -> dict[str, object]:
+    """What a real tokenizer's encoder costs to build, and what counts as control in it."""
+    from transformers import AutoTokenizer
+
+    began = time.process_time()
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    loaded = time.process_time()
+    encoder = SafeEncoder(tokenizer)
+    built = time.process_time()
+    ordinary = [
+        t.content for t in tokenizer.added_tokens_decoder.values() if t.content not in encoder.control
+    ]
+    own = [tokenizer.encode(f"a {text} b{text}", add_special_tokens=False) for text in ordinary]
+    return {
+        "load_s": round(loaded - began, 3),
+        "build_encoder_s": round(built - loaded, 3),
+        "vocabulary": len(tokenizer),
+        "added_tokens": len(tokenizer.added_tokens_decoder),
+        "control_tokens": len(encoder.control),
+        "ordinary_added_tokens_with_other_ids": sum(
+            encoder.encode(f"a {text} b{text}") != ids for text, ids in zip(ordinary, own, strict=True)
+        ),
+    }
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", help="Measure building the encoder of this tokenizer instead.")
+    args = parser.parse_args()
+    if args.tokenizer:
+        print(json.dumps(building(args.tokenizer), indent=1))
+        return
     tokenizer = make_tokenizer()
     began = time.process_time()
     encoder = SafeEncoder(tokenizer)

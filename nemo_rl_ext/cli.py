@@ -11,10 +11,11 @@ import json
 import logging
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -145,7 +146,7 @@ def versions() -> str:
     return "\n".join(lines)
 
 
-def load_command(function: str):
+def load_command(function: str) -> Callable[..., Any] | None:
     """The function that ``module:name`` names; None when this installation has no such module."""
     module, _, name = function.partition(":")
     try:

@@ -18,6 +18,12 @@ interpreter there, Ray workers included, calls ``activate()`` at start. That is 
 
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
 PTH_NAME = "nemo_rl_ext_cpu_wheels.pth"
 # Silent when the package has moved away: a broken .pth would print a traceback at every interpreter start.
 # site executes only lines that begin with "import", one line at a time, hence the exec.
@@ -27,15 +33,16 @@ PTH_LINE = (
     ")\n"
 )
 
-_keep_alive = []  # torch drops a library's operators when its Library object is collected
+_keep_alive: "list[Any]" = []  # torch drops a library's operators when its Library object is collected
 
 
-def _torch_is_cpu_only():
+def _torch_is_cpu_only() -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and torch.version.cuda is None and getattr(torch.version, "hip", None) is None
+    version = getattr(torch, "version", None)
+    return version is not None and version.cuda is None and getattr(version, "hip", None) is None
 
 
-def _declare_torchvision_ops(module):
+def _declare_torchvision_ops(module: "Any") -> None:
     """Declare the two operators that torchvision registers meta kernels for, if its own library did not."""
     if module._has_ops() or not _torch_is_cpu_only():
         return
@@ -47,13 +54,13 @@ def _declare_torchvision_ops(module):
     _keep_alive.append(library)
 
 
-def _tolerate_missing_torchaudio_library(module):
+def _tolerate_missing_torchaudio_library(module: "Any") -> None:
     """Make torchaudio treat a library that cannot be loaded like one that was not built."""
     load = module._load_lib
 
-    def load_or_skip(lib):
+    def load_or_skip(lib: str) -> bool:
         try:
-            loaded = load(lib)
+            loaded = bool(load(lib))
             if loaded and lib == "_torchaudio":
                 # torchaudio raises when the first loads and the second does not; try both before saying yes.
                 load("libtorchaudio")
@@ -67,7 +74,7 @@ def _tolerate_missing_torchaudio_library(module):
 
 
 # Module -> what to do once it has run; None: only turn its OSError into the ImportError that callers expect.
-_CURES = {
+_CURES: "dict[str, Callable[[ModuleType], None] | None]" = {
     "torchvision.extension": _declare_torchvision_ops,
     "torchaudio._extension.utils": _tolerate_missing_torchaudio_library,
     "torchcodec": None,
@@ -77,19 +84,19 @@ _CURES = {
 class _CuringLoader:
     """Runs the real loader, then the cure; afterwards the module carries its real loader again."""
 
-    def __init__(self, loader, cure):
+    def __init__(self, loader: "Any", cure: "Callable[[ModuleType], None] | None") -> None:
         self._loader = loader
         self._cure = cure
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> "Any":
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def create_module(self, spec):
+    def create_module(self, spec: "Any") -> "Any":
         return self._loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: "Any") -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         try:
             self._loader.exec_module(module)
@@ -105,7 +112,7 @@ class _CuringLoader:
 class _CuringFinder:
     """Asks the other finders for the few modules in ``_CURES`` and wraps the loader they name."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in _CURES:
             return None
         for finder in sys.meta_path:
@@ -118,13 +125,13 @@ class _CuringFinder:
         return None
 
 
-def activate():
+def activate() -> None:
     """Put the finder in front of ``sys.meta_path``; calling it again changes nothing."""
     if not any(type(finder).__name__ == _CuringFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _CuringFinder())
 
 
-def install(site_packages=None):
+def install(site_packages: str | None = None) -> str:
     """Write the ``.pth`` file into site-packages (default: this interpreter's) and return its path."""
     import os
     import sysconfig

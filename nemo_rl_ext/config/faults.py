@@ -66,6 +66,7 @@ def _suggest(key: DottedKey, root: type[BaseModel]) -> str:
     siblings = list(block.model_fields)
     close = difflib.get_close_matches(name, siblings, n=1)
     prefix = "".join(f"{part}." for part in key[:-1])
+    hint: str | None
     if close:
         hint = prefix + close[0]
     else:

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -42,7 +42,7 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSourc
 
     ``defaults:`` is a path or a list of paths, relative to the file that names them; later ones win.
     """
-    merged = OmegaConf.create()
+    merged: Any = OmegaConf.create()
     layers: list[Layer] = []
     for tree, layer in [*_read_with_parents(Path(path), ()), *map(_read_override, overrides)]:
         try:
@@ -57,11 +57,16 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSourc
 
 def _resolve(merged: DictConfig, layers: list[Layer]) -> dict[str, Any]:
     try:
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        return plain(merged, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = tuple((error.full_key or "").split("."))
         origin = ConfigSource(values={}, layers=tuple(layers)).origin(key)
         raise ConfigError(f"{origin}: {error.full_key}: {_first_line(error)}") from None
+
+
+def plain(tree: DictConfig, *, throw_on_missing: bool = False) -> dict[str, Any]:
+    """A mapping as plain dicts, lists and values, interpolations resolved."""
+    return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True, throw_on_missing=throw_on_missing))
 
 
 def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[DictConfig, Layer]]:
@@ -94,7 +99,9 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[Dic
 def _parse(text: str, path: Path) -> tuple[DictConfig, Layer]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = OmegaConf.create(text)  # its loader reads 1e-3 as a number and refuses duplicate keys
+        tree = cast(
+            DictConfig, OmegaConf.create(text)
+        )  # its loader reads 1e-3 as a number and refuses duplicate keys
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
@@ -107,7 +114,7 @@ def _parse(text: str, path: Path) -> tuple[DictConfig, Layer]:
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise ConfigError(f"{path}: expected a mapping of blocks such as `grpo:` at the top, found {kind}")
-    layer = {(): str(path)}
+    layer: Layer = {(): str(path)}
     _label_lines(root, (), str(path), layer)
     return tree, layer
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_ext.manifest.file_kinds import UnreadableError
+from nemo_rl_ext.manifest.streams import text_lines
+
 logger = logging.getLogger(__name__)
 
 KNOWN_KEYS = ("input", "output", "images", "videos", "id", "metadata")
@@ -98,19 +101,10 @@ def read_texts(path: Path, problems: Problems, *, max_record_bytes: int) -> list
 
 def _lines(path: Path, problems: Problems, limit: int) -> Iterator[tuple[int, bytes]]:
     """Lines that are neither blank nor too long, counted from 1."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror})") from None
     blank = 0
-    with file:
-        number = 0
-        # Bounded reads: one line without an end must not fill the memory before it is judged.
-        while raw := file.readline(limit + 1):
-            number += 1
+    try:
+        for number, raw in enumerate(text_lines(path, limit), start=1):
             if len(raw) > limit and not raw.endswith(b"\n"):
-                while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
-                    pass
                 problems.add(
                     f"{path}:{number}",
                     f"longer than max_record_bytes = {limit}; shorten it or raise the limit",
@@ -122,6 +116,10 @@ def _lines(path: Path, problems: Problems, limit: int) -> Iterator[tuple[int, by
                 blank += 1
                 continue
             yield number, raw
+    except UnreadableError as error:
+        raise DatasetError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror})") from None
     if blank:
         logger.info("%s: %d blank line(s) skipped", path, blank)
 

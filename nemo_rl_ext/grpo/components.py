@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,8 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.guards.sampling import media_token_ban
-from nemo_rl_ext.manifest.demo import score
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 
@@ -53,7 +53,7 @@ def engine_config(config: Config) -> EngineConfig:
 def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) -> AlignerConfig:
     """What every aligner loads; `base_dir` is where relative media references start."""
     return AlignerConfig(
-        model_dir=config.policy.model_name,
+        model_dir=Path(config.policy.model_name),
         media_policy=media_policy,
         base_dir=base_dir,
         layout=Layout.NATIVE,
@@ -94,7 +94,7 @@ def alignment_options(config: Config) -> AlignmentOptions:
 
 def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
     """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scorer."""
-    scorers: dict[str, Callable] = {}
+    scorers: dict[str, Callable[..., Any]] = {}
 
     def reward(row: ManifestRow, text: str) -> float:
         if row.agent_ref is None or "answer" in row.verifier_metadata:

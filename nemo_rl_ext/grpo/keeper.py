@@ -25,7 +25,9 @@ class Keeper:
     """Made by `keeper`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None, "a keeper is written to"
         self._process = process
+        self._pipe = process.stdin
         self._others = _descendants()
 
     def watch(self) -> None:
@@ -35,14 +37,14 @@ class Keeper:
     def _send(self, message: list[tuple[int, float]] | None) -> None:
         # A keeper that somebody ended is missed only by those who kill the driver too.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            self._pipe.write(json.dumps(message).encode() + b"\n")
+            self._pipe.flush()
 
     def close(self) -> None:
         """Let the keeper go: whatever runs now is meant to."""
         self._send(None)
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._pipe.close()
         self._process.wait()
 
 

@@ -37,6 +37,7 @@ from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.scoring import require_answers
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint, require_checkpoint
@@ -79,6 +80,8 @@ def prepare(config: Config) -> Inputs:
     validation = None
     if config.data.validation is not None:
         validation = load_manifest(config.data.validation.data_path, policy=policy)
+    for manifest in filter(None, (train, validation)):
+        require_answers(manifest, own_score=not config.env.should_use_nemo_gym)
     if config.data.verify_media:
         for manifest in filter(None, (train, validation)):
             verify_media(manifest, video_backend=config.data.video.backend)

@@ -177,7 +177,8 @@ class SafeRenderer:
         renderer = SafeRenderer(lambda tok: Nemotron3Renderer(tok), SafeEncoder(tokenizer))
 
     `make_renderer` builds the renderer on the tokenizer that it is handed. Parsing, stop tokens and everything
-    else is the renderer's own.
+    else is the renderer's own. Markup that it writes, that is neither special nor in the checkpoint's chat template
+    (`<think>` in some), has to be named with `SafeEncoder(extra=...)`.
     """
 
     def __init__(self, make_renderer: Callable[[Any], Any], encoder: SafeEncoder) -> None:

@@ -12,12 +12,19 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_ext.guards.literals import EscapedPattern, first_unit_end, plain_pattern
-from nemo_rl_ext.guards.shadow import Offsets, make_aliases, ordinary_encoder, shadow_encoder
+from nemo_rl_ext.guards.markers import media_markers
+from nemo_rl_ext.guards.shadow import (
+    Offsets,
+    make_aliases,
+    ordinary_encoder,
+    shadow_encoder,
+    unknown_id,
+)
 
 
 class ControlTokenLeakError(ValueError):
@@ -38,20 +45,34 @@ class Encoded:
 
 
 def control_tokens(tokenizer: Any, extra: Iterable[str] = ()) -> dict[str, int]:
-    """Every added token that is special or looks like markup (`<...>`, `[...]`), and `extra` literals, with ids.
+    """The literals that stand for more than their text, with ids: special tokens, media markers, markup that the
+    chat template writes itself (`<tool_call>` in many checkpoints), and `extra` ones.
 
-    Other added tokens (runs of spaces, newlines, single characters) are ordinary text in another spelling and
-    stay untouched.
+    Other added tokens (runs of spaces, HTML tags, reserved names) are ordinary text in another spelling and stay
+    untouched, as do tokens of one character.
+
+    Raises:
+        ValueError: for an `extra` literal that is no token, or one of a single character.
     """
-    found = {}
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        text = token.content
-        markup = len(text) > 2 and text[0] + text[-1] in ("<>", "[]")
-        if len(text) > 1 and (token.special or markup):
-            found[text] = token_id
+    added = {
+        token.content: (token_id, token.special) for token_id, token in tokenizer.added_tokens_decoder.items()
+    }
+    media = media_markers(added)
+    template = getattr(tokenizer, "chat_template", None) or ""
+    written = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+
+    def is_control(literal: str, special: bool) -> bool:
+        markup = len(literal) > 2 and literal[0] + literal[-1] in ("<>", "[]")
+        return len(literal) > 1 and (special or literal in media or (markup and literal in written))
+
+    found = {literal: i for literal, (i, special) in added.items() if is_control(literal, special)}
     for literal in extra:
         token_id = tokenizer.convert_tokens_to_ids(literal)
-        if token_id is None or token_id == tokenizer.unk_token_id:
+        if len(literal) < 2:
+            raise ValueError(
+                f"safe encoder: {literal!r} has one character; only longer literals can be guarded"
+            )
+        if literal not in added and (token_id is None or token_id == tokenizer.unk_token_id):
             raise ValueError(f"safe encoder: {literal!r} is no token of this tokenizer; check its spelling")
         found[literal] = token_id
     return found
@@ -73,17 +94,16 @@ class SafeEncoder:
 
     def __init__(self, tokenizer: Any, *, allow: Collection[str] = (), extra: Iterable[str] = ()) -> None:
         known = control_tokens(tokenizer, extra)
-        unknown = sorted(set(allow) - set(known))
-        if unknown:
-            raise ValueError(
-                f"safe encoder: allow names {unknown}, which are no control tokens of this tokenizer"
-            )
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        if unknown := sorted(set(allow) - set(known) - added):
+            raise ValueError(f"safe encoder: allow names {unknown}, which are no tokens of this tokenizer")
         self.tokenizer = tokenizer
         self.control = {literal: i for literal, i in known.items() if literal not in allow}
         self.marker = str(10**31 + secrets.randbelow(9 * 10**31))
         self._aliases = make_aliases(self.control)
-        # Text that the vocabulary does not know becomes the unknown token by right, so that id proves nothing.
-        self._leak_ids = frozenset(self.control.values()) - {tokenizer.unk_token_id}
+        self._control_ids = frozenset(self.control.values())
+        # Unknown characters become this one by right, so that finding it proves nothing.
+        self._unknown = {unknown_id(tokenizer)}
         self._ordinary = ordinary_encoder(tokenizer)
         self._shadow = shadow_encoder(tokenizer, self._aliases, self.control)
         self._scaffold = plain_pattern(self.control)
@@ -99,7 +119,8 @@ class SafeEncoder:
         """The id of a scaffold token, to be emitted by the caller."""
         if literal not in self.control:
             raise ValueError(
-                f"safe encoder: {literal!r} is no control token; known are {sorted(self.control)[:20]}"
+                f"safe encoder: {literal!r} is no control token; known are {sorted(self.control)[:20]}. A token that "
+                "is ordinary text by default becomes one with SafeEncoder(extra=[...])"
             )
         return self.control[literal]
 
@@ -107,7 +128,7 @@ class SafeEncoder:
         """Ids of untrusted text. O(characters)."""
         text = well_formed(text)
         ids, _ = self._ordinary(text, False)
-        if self._leak_ids.isdisjoint(ids):
+        if self._control_ids.isdisjoint(ids):
             return ids
         return self._guarded(text, Counter(), False)[0]
 
@@ -123,7 +144,7 @@ class SafeEncoder:
                 marked.append(by_id[part])
             else:
                 raise ValueError(f"safe encoder: part {part!r} is neither text nor a control token's id")
-        return self.encode_marked("".join(marked)).ids
+        return self._encode_marked("".join(marked), offsets=False, whole_scaffold=True).ids
 
     def mark(self, content: str, *, edges: bool = True) -> str:
         """Break every control literal in a content string with the marker; clean content comes back as it is.
@@ -153,13 +174,21 @@ class SafeEncoder:
         Raises:
             ControlTokenLeakError: when content turned into a control token all the same.
         """
+        return self._encode_marked(marked, offsets=offsets, whole_scaffold=False)
+
+    def _encode_marked(self, marked: str, *, offsets: bool, whole_scaffold: bool) -> Encoded:
+        """`whole_scaffold`: every control literal outside content has to become its id, even where the tokenizer
+        itself would spell it (`split_special_tokens`, `single_word`)."""
         marked = well_formed(marked)
-        expected = (
-            Counter(self.control[m] for m in self._scaffold.findall(marked)) if self._scaffold else Counter()
-        )
+        literals = self._scaffold.findall(marked) if self._scaffold else []
+        expected = Counter(self.control[literal] for literal in literals)
         text = marked.replace(self.marker, "")
         ids, spans = self._ordinary(text, offsets)
-        if not self._exceeds(ids, expected):
+        seen = self._control_counts(ids)
+        surplus = seen - expected
+        if self.marker not in marked:
+            surplus -= self._unknown_in(seen)
+        if not surplus and not (whole_scaffold and expected - seen):
             return Encoded(ids=ids, offsets=self._moved(spans, marked, scaffold=False), clean=True)
         ids, spans = self._guarded(self._aliased(marked), expected, offsets)
         return Encoded(ids=ids, offsets=self._moved(spans, marked, scaffold=True), clean=False)
@@ -168,19 +197,24 @@ class SafeEncoder:
         self, text: str, expected: Counter[int], want_offsets: bool
     ) -> tuple[list[int], Offsets | None]:
         ids, offsets = self._shadow(text, want_offsets)
-        if leaked := self._exceeds(ids, expected):
-            names = self.tokenizer.convert_ids_to_tokens(sorted(leaked))
+        seen = self._control_counts(ids)
+        leaked = seen - expected - self._unknown_in(seen)
+        if wrong := leaked or expected - seen:
+            names = self.tokenizer.convert_ids_to_tokens(sorted(wrong))
+            what = "text became control token(s)" if leaked else "scaffold did not become control token(s)"
             raise ControlTokenLeakError(
-                f"safe encoder: text became control token(s) {names} with {type(self.tokenizer).__name__}; "
-                "this tokenizer class cannot be guarded"
+                f"safe encoder: {what} {names} with {type(self.tokenizer).__name__}; this tokenizer class cannot "
+                "be guarded"
             )
         return ids, offsets
 
-    def _exceeds(self, ids: list[int], expected: Counter[int]) -> set[int]:
-        if not expected and self._leak_ids.isdisjoint(ids):
-            return set()
-        seen = Counter(i for i in ids if i in self._leak_ids)
-        return {i for i, count in seen.items() if count > expected[i]}
+    def _control_counts(self, ids: list[int]) -> Counter[int]:
+        if self._control_ids.isdisjoint(ids):
+            return Counter()
+        return Counter(i for i in ids if i in self._control_ids)
+
+    def _unknown_in(self, seen: Counter[int]) -> Counter[int]:
+        return Counter({i: n for i, n in seen.items() if i in self._unknown})
 
     def _aliased(self, marked: str) -> str:
         return self._scaffold.sub(lambda m: self._aliases[m.group()], marked).replace(self.marker, "")

@@ -184,7 +184,8 @@ class _PeerWatch(threading.Thread):
         with suppress(Exception):
             store = self._connected()
             if store is not None:
-                return json.loads(store.compare_set(_CLAIM, "", json.dumps(claim)))
+                first: dict[str, Any] = json.loads(store.compare_set(_CLAIM, "", json.dumps(claim)))
+                return first
         return None
 
     def _keep_store_for_peers(self) -> None:
@@ -204,7 +205,7 @@ class _PeerWatch(threading.Thread):
             if self._store is None and _world_size() > 1:
                 import torch.distributed as dist
 
-                main = dist.distributed_c10d._get_default_store()
+                main: Any = dist.distributed_c10d._get_default_store()
                 if _answers(main):
                     self._store = main.clone()
                     self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
@@ -268,7 +269,7 @@ def _record_for_torchrun(error: BaseException) -> None:
 
 def _flush_loggers(extra: tuple[Callable[[], Any], ...]) -> None:
     """Flush what can be flushed within a second; a logger that hangs must not keep the job alive."""
-    calls: list[Callable[[], Any]] = [ref().flush for ref in logging._handlerList if ref() is not None]
+    calls: list[Callable[[], Any]] = [handler.flush for handler in _log_handlers()]
     calls += [*extra, *_tensorboard_flushes(), *_wandb_finishes()]
     threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
     for thread in threads:
@@ -276,6 +277,11 @@ def _flush_loggers(extra: tuple[Callable[[], Any], ...]) -> None:
     deadline = time.monotonic() + _FLUSH_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _log_handlers() -> list[logging.Handler]:
+    references: list[Callable[[], logging.Handler | None]] = vars(logging)["_handlerList"]
+    return [handler for reference in references if (handler := reference()) is not None]
 
 
 def _quietly(call: Callable[[], Any]) -> None:
@@ -308,8 +314,10 @@ def _say(text: str) -> None:
 
 def _exit(code: int) -> NoReturn:
     children = multiprocessing.active_children()
-    for step in (lambda child: child.kill(), lambda child: child.join(0.5)):
-        for child in children:
-            with suppress(Exception):
-                step(child)
+    for child in children:
+        with suppress(Exception):
+            child.kill()
+    for child in children:
+        with suppress(Exception):
+            child.join(0.5)
     os._exit(code)

@@ -62,8 +62,12 @@ def _escapable(char: str) -> str:
     return f"(?:{re.escape(char)}|{lowered}{slash})"
 
 
+# Characters that may follow; "" where a literal ends.
+_Trie = dict[str, "_Trie"]
+
+
 def _compile(literals: Iterable[str], unit: Callable[[str], str]) -> re.Pattern[str] | None:
-    trie: dict = {}
+    trie: _Trie = {}
     for literal in literals:
         node = trie
         for char in literal:
@@ -72,7 +76,7 @@ def _compile(literals: Iterable[str], unit: Callable[[str], str]) -> re.Pattern[
     return re.compile(_branch(trie, unit), re.DOTALL) if trie else None
 
 
-def _branch(node: dict, unit: Callable[[str], str]) -> str:
+def _branch(node: _Trie, unit: Callable[[str], str]) -> str:
     prefix = ""
     while len(node) == 1 and "" not in node:
         char, node = next(iter(node.items()))

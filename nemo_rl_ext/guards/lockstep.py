@@ -67,7 +67,7 @@ def plan_lockstep(
     micro-batches do not depend on the order.
 
     Raises:
-        ValueError: when ranks have different numbers of rows, and so of micro-batches: no order mends that.
+        ValueError: when ranks have different numbers of rows, and so of micro-batches: no order can fix that.
     """
     if micro_batch_size < 1:
         raise ValueError(f"lockstep: micro_batch_size must be at least 1, got {micro_batch_size}")
@@ -185,5 +185,5 @@ def dummy_pixels(
     import torch
 
     side = patch_size * merge_size
-    options = {} if like is None else {"dtype": like.dtype, "device": like.device}
-    return torch.zeros(num_frames, 3, side, side, **options)
+    shape = (num_frames, 3, side, side)
+    return torch.zeros(shape) if like is None else like.new_zeros(shape)

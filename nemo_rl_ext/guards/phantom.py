@@ -110,7 +110,9 @@ def context_ids(media: MediaMap) -> tuple[int, ...]:
 def find_phantoms(
     token_ids: Sequence[int] | np.ndarray | Any, media: MediaMap, row_media: RowMedia | None = None
 ) -> PhantomReport:
-    """Find context tokens of one row [tokens] that no media item explains. O(tokens), never raises on content.
+    """Find context tokens of one row that no media item explains. O(tokens), never raises on content.
+
+    `token_ids` is [tokens] or [1, tokens], on any device; positions count tokens in both.
 
     `row_media=None` says that the row carries no media at all: every context token is a phantom. A row with
     media is judged by exact ranges when given, and by the grammar's runs otherwise. A run that truncation cut at
@@ -118,9 +120,10 @@ def find_phantoms(
     stand in the row than it has media and their lengths do not tell them apart, `num_unresolved` says so.
 
     Raises:
-        ValueError: for a row with media when `media` is a bare id map and no ranges are given.
+        ValueError: for a row with media when `media` is a bare id map and no ranges are given, and for ids of
+            another shape.
     """
-    ids = np.asarray(token_ids)
+    ids = _one_row(token_ids)
     wanted = context_ids(media)
     if not wanted or ids.size == 0:
         return PhantomReport(offsets=np.empty(0, np.int64))
@@ -138,6 +141,19 @@ def find_phantoms(
             f"got only the media-token map {dict(media)}. Pass RowMedia(ranges=...) or a Grammar"
         )
     return _outside_runs(ids, positions, media, row_media)
+
+
+def _one_row(token_ids: Any) -> np.ndarray:
+    """[tokens] of a row that may carry a batch dimension of one."""
+    ids = np.asarray(token_ids.detach().cpu() if hasattr(token_ids, "detach") else token_ids)
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise ValueError(
+            f"phantom detection: expected the ids of one row, [tokens] or [1, tokens], got shape {list(ids.shape)}; "
+            "pass the rows of a batch one by one"
+        )
+    return ids
 
 
 def _outside_ranges(
@@ -224,7 +240,7 @@ class GuardedRow:
     loss_mask: Any
     """Same type and shape as given; all zero when neutralised."""
     media_mask: np.ndarray
-    """bool [tokens]: context tokens that real media stand behind. A forward that takes such a validity mask
+    """bool, shaped like the ids: context tokens that real media stand behind. A forward that takes such a validity mask
     needs no replaced ids."""
     drop_media: bool
     """The row's media must not be attached: its real runs could not be told from phantoms, so all went."""
@@ -242,10 +258,16 @@ class PhantomGuard:
 
     def __init__(self, *, media: MediaMap, mode: PhantomMode, replacement_id: int | None = None) -> None:
         if mode is PhantomMode.NEUTRALISE and context_ids(media):
-            if replacement_id is None or replacement_id in context_ids(media):
+            # A wrapper as replacement would open or close a run where the phantom stood.
+            wrappers = (media.start_id, media.end_id) if isinstance(media, Grammar) else ()
+            if (
+                replacement_id is None
+                or replacement_id < 0
+                or replacement_id in (*context_ids(media), *wrappers)
+            ):
                 raise ValueError(
-                    f"phantom guard: neutralising needs a replacement_id that is no media token, got "
-                    f"{replacement_id}; use the tokenizer's unk or pad id"
+                    f"phantom guard: neutralising needs a replacement_id that is no media token (context or "
+                    f"wrapper) and not negative, got {replacement_id}; use the tokenizer's unk or pad id"
                 )
         self.media, self.mode, self.replacement_id = media, mode, replacement_id
         self._counts = dict.fromkeys(
@@ -261,8 +283,9 @@ class PhantomGuard:
             PhantomTokenError: in `RAISE` mode, naming the example, the count and the first positions.
         """
         report = find_phantoms(token_ids, self.media, row_media)
-        media_mask = np.zeros(len(token_ids), bool)
-        media_mask[report.media_offsets] = True
+        shape = np.shape(token_ids)
+        media_mask = np.zeros(shape, bool)
+        media_mask[..., report.media_offsets] = True
         self._counts["rows"] += 1
         if not report:
             return GuardedRow(
@@ -290,7 +313,7 @@ class PhantomGuard:
         positions = report.offsets
         if drop_media:
             positions = np.concatenate([positions, report.media_offsets])
-            media_mask = np.zeros(len(token_ids), bool)
+            media_mask = np.zeros(shape, bool)
         logger.warning("%s; row kept with its loss zeroed%s", said, ", media detached" if drop_media else "")
         return GuardedRow(
             keep=True,
@@ -309,11 +332,18 @@ class PhantomGuard:
 def _with_replaced(token_ids: Any, positions: np.ndarray, replacement: int | None) -> Any:
     if hasattr(token_ids, "new_tensor"):
         out = token_ids.clone()
-        out[out.new_tensor(positions).long()] = replacement
+        out[..., positions.tolist()] = replacement
         return out
-    out = np.array(token_ids)
-    out[positions] = replacement
-    return out if isinstance(token_ids, np.ndarray) else type(token_ids)(out.tolist())
+    if isinstance(token_ids, np.ndarray):
+        out = token_ids.copy()
+        out[..., positions] = replacement
+        return out
+    if np.ndim(token_ids) == 2:
+        return type(token_ids)([_with_replaced(token_ids[0], positions, replacement)])
+    out = list(token_ids)
+    for position in positions.tolist():
+        out[position] = replacement
+    return type(token_ids)(out)
 
 
 def _zeros_like(loss_mask: Any) -> Any:
@@ -323,4 +353,6 @@ def _zeros_like(loss_mask: Any) -> Any:
         return loss_mask.new_zeros(loss_mask.shape)
     if isinstance(loss_mask, np.ndarray):
         return np.zeros_like(loss_mask)
-    return type(loss_mask)(type(value)(0) for value in loss_mask)
+    return type(loss_mask)(
+        _zeros_like(value) if isinstance(value, Sequence) else type(value)(0) for value in loss_mask
+    )

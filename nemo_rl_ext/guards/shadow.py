@@ -4,16 +4,15 @@
 `split_special_tokens=True` is not enough to keep text from becoming a control token: it leaves added tokens that
 are not marked special (`<tool_call>` in many checkpoints), and it leaves tokens that the model's own vocabulary
 can spell (Unigram lattices, WordPiece and WordLevel words, BPE merges, SentencePiece user-defined symbols).
-The twin keeps every id, but each control token's text is replaced by an unguessable alias, everywhere: text can
-then not spell it by construction, while the alias still can.
+In the twin every control token answers to an unguessable alias, and to nothing else: text cannot spell it, by
+construction.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Offsets = list[tuple[int, int]]
@@ -39,6 +38,17 @@ def ordinary_encoder(tokenizer: Any) -> EncodeFn:
     return encode
 
 
+def unknown_id(tokenizer: Any) -> int | None:
+    """The id that unknown characters get by right; None where every text can be spelled.
+
+    Not the tokenizer's `unk_token_id`: byte-level tokenizers often give that name to their end token.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if model is None or not hasattr(model, "unk_token"):
+        return tokenizer.unk_token_id
+    return None if model.unk_token is None else model.token_to_id(model.unk_token)
+
+
 def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[str, int]) -> EncodeFn:
     """The same with control tokens reachable by alias only.
 
@@ -46,7 +56,8 @@ def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[
         ValueError: when the twin cannot be built for this tokenizer class.
     """
     fast = getattr(tokenizer, "is_fast", False)
-    encode = _fast_shadow(tokenizer, aliases) if fast else _slow_shadow(tokenizer, aliases)
+    encode = _fast_shadow(tokenizer, aliases, control) if fast else _slow_shadow(tokenizer, aliases)
+    unknown = unknown_id(tokenizer)
     for literal, token_id in control.items():
         reached, spelled = encode(aliases[literal], False)[0], encode(literal, False)[0]
         if token_id not in reached:
@@ -54,7 +65,7 @@ def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[
                 f"safe encoder: {type(tokenizer).__name__} does not keep id {token_id} of {literal!r} in its twin "
                 f"(got {reached}); this tokenizer class cannot be guarded"
             )
-        if token_id in spelled and token_id != tokenizer.unk_token_id:
+        if token_id in spelled and token_id != unknown:
             raise ValueError(
                 f"safe encoder: {type(tokenizer).__name__} still spells {literal!r} (id {token_id}) from plain "
                 "text through its own vocabulary; this tokenizer class cannot be guarded"
@@ -62,35 +73,91 @@ def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[
     return encode
 
 
-def _fast_shadow(tokenizer: Any, aliases: Mapping[str, str]) -> EncodeFn:
-    from tokenizers import Tokenizer
+def _fast_shadow(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[str, int]) -> EncodeFn:
+    from tokenizers import AddedToken, Tokenizer
 
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    spec["truncation"] = spec["padding"] = spec["post_processor"] = None
-    for token in spec["added_tokens"]:
-        token["content"] = aliases.get(token["content"], token["content"])
-    model = spec["model"]
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {aliases.get(piece, piece): token_id for piece, token_id in vocab.items()}
-    else:
-        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
-    if "unk_token" in model:
-        model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:
-        model["merges"] = [m for m in model["merges"] if not _spells(m, aliases)]
-    twin = Tokenizer.from_str(json.dumps(spec))
+    backend = tokenizer.backend_tokenizer
+    model = backend.model
+    unknown = unknown_id(tokenizer)
+    # Control tokens that the vocabulary itself holds, so that text may spell them. The unknown token comes from
+    # characters that have no other.
+    held = {
+        i: piece for i in control.values() if (piece := model.id_to_token(i)) is not None and i != unknown
+    }
+    respelled = {i: _respelled(model, piece, held, unknown) for i, piece in held.items()}
+    # The twin shares the model with the tokenizer: reading a large one again would take as long as loading it.
+    twin = Tokenizer(model)
+    if backend.normalizer is not None:
+        twin.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        twin.pre_tokenizer = backend.pre_tokenizer
+    added = sorted(backend.get_added_tokens_decoder().items())
+    twin.add_tokens(
+        [
+            AddedToken(
+                aliases.get(token.content, token.content),
+                single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+                normalized=token.normalized, special=token.special,
+            )
+            for _, token in added
+        ]
+    )  # fmt: skip
+    # Tokens that the model does not know are numbered anew by the twin.
+    original = {twin.token_to_id(aliases.get(token.content, token.content)): i for i, token in added}
+    if clash := [i for i, own in original.items() if i != own and model.id_to_token(i) is not None]:
+        raise ValueError(
+            f"safe encoder: the vocabulary of {type(tokenizer).__name__} has gaps, so that ids {clash[:5]} of its "
+            "twin would have two meanings; this tokenizer class cannot be guarded"
+        )
+    replaced = {i: [own] for i, own in original.items() if i != own} | {
+        i: ids for i, ids in respelled.items() if ids is not None
+    }
 
     def encode(text: str, want_offsets: bool) -> tuple[list[int], Offsets | None]:
         encoding = twin.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets if want_offsets else None
+        ids, offsets = encoding.ids, encoding.offsets if want_offsets else None
+        if replaced.keys().isdisjoint(ids):
+            return ids, offsets
+        parts = [replaced.get(i) or [i] for i in ids]
+        if offsets is not None:
+            offsets = [span for span, part in zip(offsets, parts, strict=True) for _ in part]
+        return [i for part in parts for i in part], offsets
 
     return encode
 
 
-def _spells(merge: Any, aliases: Mapping[str, str]) -> bool:
-    left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
-    return left in aliases or right in aliases or left + right in aliases
+def _respelled(model: Any, piece: str, forbidden: Collection[int], unknown: int | None) -> list[int] | None:
+    """Another spelling of a vocabulary piece, as the model gives it to text: ids; None when there is none."""
+    from tokenizers import models
+
+    if isinstance(model, models.WordLevel):
+        return None if unknown is None else [unknown]
+    if isinstance(model, models.WordPiece):
+        ids = _longest_first(model, piece, forbidden)
+        return [unknown] if ids is None and unknown is not None else ids
+    found = []
+    for cut in range(1, len(piece)):
+        halves = [[token.id for token in model.tokenize(half)] for half in (piece[:cut], piece[cut:])]
+        if all(halves) and not any(i in forbidden for half in halves for i in half):
+            found.append(halves[0] + halves[1])
+    return min(found, key=lambda ids: (ids.count(unknown), len(ids)), default=None)
+
+
+def _longest_first(model: Any, word: str, forbidden: Collection[int]) -> list[int] | None:
+    """WordPiece without the forbidden pieces."""
+    ids: list[int] = []
+    start = 0
+    while start < len(word):
+        prefix = model.continuing_subword_prefix if start else ""
+        for end in range(len(word), start, -1):
+            token_id = model.token_to_id(prefix + word[start:end])
+            if token_id is not None and token_id not in forbidden:
+                break
+        else:
+            return None
+        ids.append(token_id)
+        start = end
+    return ids
 
 
 def _slow_shadow(tokenizer: Any, aliases: Mapping[str, str]) -> EncodeFn:

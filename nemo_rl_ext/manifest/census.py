@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +14,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.manifest.census_scan import DEFAULT_MARKERS, Finding, MarkerScanner
+from nemo_rl_ext.manifest.census_scan import Finding, MarkerScanner, media_scanner
 from nemo_rl_ext.manifest.census_slice import SliceResult, scan_slice
 from nemo_rl_ext.manifest.census_sources import Slice, slices
 from nemo_rl_ext.manifest.streams import is_stream
-
-_MEDIA_WORD = re.compile(r"im(?:age|g)|video|audio|vision|media|sound|so_", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,22 +212,7 @@ def _work(part: Slice, max_findings: int) -> SliceResult:
 
 
 def _scanner(config: CensusConfig) -> MarkerScanner:
-    if config.tokenizer is None:
-        return MarkerScanner(config.markers or DEFAULT_MARKERS)
-    from nemo_rl_ext.guards.encode import control_tokens, well_formed
-
-    tokenizer = _load_tokenizer(config.tokenizer)
-    ids = control_tokens(tokenizer)
-    own = [literal for literal in ids if _MEDIA_WORD.search(literal)]
-    markers = config.markers or (*DEFAULT_MARKERS, *own)
-
-    def count_phantoms(text: str, marker: str) -> int:
-        token_id = ids.get(marker)
-        if token_id is None:
-            return 0
-        return list(tokenizer.encode(well_formed(text), add_special_tokens=False)).count(token_id)
-
-    return MarkerScanner(markers, count_phantoms)
+    return media_scanner(config.tokenizer and _load_tokenizer(config.tokenizer), config.markers)
 
 
 def _load_tokenizer(path: str) -> Any:

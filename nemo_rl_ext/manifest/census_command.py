@@ -30,7 +30,10 @@ def census(
     marker: Annotated[
         list[str] | None, typer.Option(help="Look for this marker instead of the known ones; repeatable.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the whole report here as JSON.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", "--report", help="Write the whole report to this file as JSON."),
+    ] = None,
     fail: Annotated[
         bool,
         typer.Option(
@@ -60,8 +63,8 @@ def census(
         total = sum(path.stat().st_size for path in paths if path.is_file()) or None
         task = bar.add_task("census", total=total)
         found = take_census(paths, config, on_progress=lambda size: bar.advance(task, size))
-    if report is not None:
-        report.write_text(found.to_json() + "\n", encoding="utf-8")
+    if output is not None:
+        output.write_text(found.to_json() + "\n", encoding="utf-8")
     _print(console, found, show)
     if fail and found.failed:
         raise typer.Exit(1)
@@ -93,7 +96,7 @@ def _print(console: Console, found: CensusReport, show: int) -> None:
 
 
 def _more(count: int, show: int, name: str) -> list[str]:
-    return [f"... {count - show} more {name}; --report FILE keeps them"] if count > show else []
+    return [f"... {count - show} more {name}; --output FILE keeps them"] if count > show else []
 
 
 def _counted(count: int, name: str) -> str:

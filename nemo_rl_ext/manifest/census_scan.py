@@ -18,17 +18,12 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.guards.literals import EscapedPattern, plain_pattern
+from nemo_rl_ext.guards.markers import MEDIA_MARKERS
 from nemo_rl_ext.manifest.json_walk import example_id, field_path, parse, strings, text_runs
 
-# What released vision-language checkpoints use; a tokenizer adds its own.
-DEFAULT_MARKERS = (
-    "<image>", "</image>", "<img>", "</img>", "<video>", "</video>", "<audio>", "</audio>",
-    "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|media_pad|>",
-    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|media_begin|>", "<|media_end|>",
-    "<|media_content|>", "<IMG_CONTEXT>", "<image_soft_token>", "<start_of_image>", "<end_of_image>",
-    "<so_start>", "<so_embedding>", "<so_end>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
-)  # fmt: skip
+DEFAULT_MARKERS = MEDIA_MARKERS
 
+_MEDIA_WORD = re.compile(r"im(?:age|g)|video|audio|vision|media|sound|so_", re.IGNORECASE)
 # From here on the search over bytes wins over a regular expression, as for pictures in base64.
 _LONG_TEXT = 1024
 _BACKSLASH, _QUOTE = ord("\\"), ord('"')
@@ -197,6 +192,28 @@ class MarkerScanner:
             return
         for step, value, counts in self._hits(inner):
             yield f"{path}{{json}}{step if step.startswith('[') or not step else '.' + step}", value, counts
+
+
+def media_scanner(tokenizer: Any = None, markers: Sequence[str] = ()) -> MarkerScanner:
+    """A scanner for these markers, or for the known ones and the tokenizer's own media tokens.
+
+    With a tokenizer each finding counts the placeholder tokens that its text becomes.
+    """
+    if tokenizer is None:
+        return MarkerScanner(markers or DEFAULT_MARKERS)
+    from nemo_rl_ext.guards.encode import control_tokens, well_formed
+
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    ids = control_tokens(tokenizer, known.intersection(markers))
+    own = [literal for literal in ids if _MEDIA_WORD.search(literal)]
+
+    def count_phantoms(text: str, marker: str) -> int:
+        token_id = ids.get(marker)
+        if token_id is None:
+            return 0
+        return list(tokenizer.encode(well_formed(text), add_special_tokens=False)).count(token_id)
+
+    return MarkerScanner(markers or (*DEFAULT_MARKERS, *own), count_phantoms)
 
 
 def _looks_like_json(text: str) -> bool:

@@ -5,35 +5,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
-from nemo_rl_ext.manifest.forecast import EngineModel, Measured, RowForecast, forecast
-from nemo_rl_ext.manifest.loading import RowFault, scan_manifest
+from nemo_rl_ext.manifest.census_scan import media_scanner
+from nemo_rl_ext.manifest.check_rules import (
+    WARNING_KINDS,
+    WarningKind,
+    frame_list_faults,
+    markers_in_text,
+    misspelled_keys,
+    nemo_rl_refusals,
+    too_many_media,
+)
+from nemo_rl_ext.manifest.forecast import Measured, RowForecast, forecast
+from nemo_rl_ext.manifest.loading import ManifestError, RowFault, scan_manifest
+from nemo_rl_ext.manifest.measuring import CheckConfig, Measurements
+from nemo_rl_ext.manifest.row_media import media_items
 from nemo_rl_ext.manifest.rows import ManifestRow, MediaRef
-from nemo_rl_ext.media.errors import MediaDecodeError
-from nemo_rl_ext.media.images import image_size, load_image
-from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.media.sources import reference_kind
-from nemo_rl_ext.media.video import load_video, probe_video
+from nemo_rl_ext.manifest.scoring import NO_ANSWERS, has_answer, own_score_can_hit
+from nemo_rl_ext.media.errors import MediaDecodeError, shorten
 
 _ROWS_AT_ONCE = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckConfig:
-    """What to check, and against which engine."""
-
-    policy: MediaPolicy = MediaPolicy()
-    engine: EngineModel = EngineModel()
-    decode: bool = True
-    """Decode images whole and the sampled frames of clips; False reads headers only."""
-    num_workers: int | None = None
-    """Threads; one per core by default. Pillow decodes outside the interpreter lock."""
-    video_backend: str = "decord"
 
 
 @dataclass(kw_only=True)
@@ -46,7 +43,7 @@ class CheckReport:
     faults: list[RowFault] = field(default_factory=list)
     """What stops a run."""
     warnings: list[RowFault] = field(default_factory=list)
-    """What NeMo-RL refuses, or what does not fit the context."""
+    """What a run survives: rows that the engine refuses, markers in text, what NeMo-RL does not take."""
     forecasts: list[RowForecast] = field(default_factory=list)
 
     @property
@@ -78,11 +75,18 @@ class CheckReport:
             "budget_pressure_max": pressures[-1],
         }
 
+    def warnings_by_kind(self) -> dict[WarningKind, list[RowFault]]:
+        """The warnings of each kind that has some, those first that cost rows."""
+        grouped = {kind: [fault for fault in self.warnings if fault.kind == kind] for kind in WARNING_KINDS}
+        return {kind: faults for kind, faults in grouped.items() if faults}
+
     def to_json(self) -> str:
         """The whole report."""
         value = {
             "path": self.path,
+            "usable": not self.failed,
             "summary": self.summary(),
+            "warning_kinds": dict(Counter(fault.kind for fault in self.warnings)),
             "faults": [asdict(fault) for fault in self.faults],
             "warnings": [asdict(fault) for fault in self.warnings],
             "rows": [asdict(row) for row in self.forecasts],
@@ -100,166 +104,143 @@ def check_manifest(
     config = config or CheckConfig()
     path = Path(path)
     report = CheckReport(path=str(path))
-    measure = _Measure(config, path.parent)
+    checker = _Checker(config, path, report)
     items = scan_manifest(path, policy=config.policy, check_media=False)
     with ThreadPoolExecutor(config.num_workers or os.cpu_count() or 1) as threads:
-        while batch := list(islice(items, _ROWS_AT_ONCE)):
+        while batch := _next_rows(items, report):
             for item in batch:
                 if isinstance(item, ManifestRow):
-                    measure.start(item, threads)
+                    checker.measure.start(item, threads)
             for item in batch:
                 if isinstance(item, RowFault):
                     report.faults.append(item)
                 else:
-                    _check_row(item, measure, config, report)
+                    checker.row(item)
                 if on_row is not None:
                     on_row(item.line)
-    if not report.num_rows and not report.faults:
-        problem = "expected one JSON object per line, found an empty file"
-        report.faults.append(RowFault(file=str(path), line=0, field="", problem=problem))
+    checker.whole_file()
     return report
 
 
-def _check_row(row: ManifestRow, measure: _Measure, config: CheckConfig, report: CheckReport) -> None:
-    def note(target: list[RowFault], place: str, problem: str) -> None:
-        target.append(RowFault(file=report.path, line=row.line, field=place, problem=problem))
+def _next_rows(items: Iterator[ManifestRow | RowFault], report: CheckReport) -> list[ManifestRow | RowFault]:
+    """The next rows; a file that breaks off is a fault behind those that were read, and raises before any."""
+    batch: list[ManifestRow | RowFault] = []
+    try:
+        for item in islice(items, _ROWS_AT_ONCE):
+            batch.append(item)
+    except ManifestError as error:
+        if not (batch or report.num_rows or report.faults):
+            raise
+        batch.append(RowFault(file=report.path, line=0, field="", problem=str(error)))
+    return batch
 
-    sizes: dict[str, Measured] = {}
-    num_faults = len(report.faults)
-    for media in row.media_refs():
+
+class _Checker:
+    """Judges rows one by one and keeps what has to be known of all of them at the end."""
+
+    def __init__(self, config: CheckConfig, path: Path, report: CheckReport) -> None:
+        self.measure = Measurements(config, path.parent)
+        self._config, self._report = config, report
+        self._scanner = media_scanner(config.engine.tokenizer)
+        self._num_seen = 0
+        self._without_answer: list[RowFault] = []
+
+    def row(self, row: ManifestRow) -> None:
+        """Check one row. Whatever goes wrong with it is its own fault, by file and line."""
+        num_faults = len(self._report.faults)
         try:
-            sizes[media.ref] = measure.result(row, media)
-        except (MediaDecodeError, ImportError) as error:
-            note(report.faults, media.field, str(error))
-    for place, problem in _frame_list_faults(row, sizes):
-        note(report.faults, place, problem)
-    for place, problem in _nemo_rl_refusals(row):
-        note(report.warnings, place, problem)
-    if len(report.faults) > num_faults:
-        return
-    report.num_rows += 1
-    predicted = forecast(row, _items(row, sizes), config.engine)
-    report.forecasts.append(predicted)
-    if not predicted.fits:
-        problem = (
-            f"needs {predicted.sequence_tokens} tokens of a context of {config.engine.max_model_len}; "
-            "shorten it or raise max_model_len"
-        )
-        note(report.warnings, "", problem)
+            self._judge(row, num_faults)
+        except Exception as error:
+            reason = str(error) or "no reason given"
+            self._fault(row, "", f"it cannot be forecast: {reason} ({type(error).__name__})")
 
-
-class _Measure:
-    """Sizes of media, each reference measured once however many rows show it."""
-
-    def __init__(self, config: CheckConfig, base_dir: Path) -> None:
-        self._config, self._base_dir = config, base_dir
-        self._futures: dict[tuple[str, ...], Future[Measured]] = {}
-
-    def start(self, row: ManifestRow, threads: ThreadPoolExecutor) -> None:
-        """Begin to measure the media of a row."""
+    def _judge(self, row: ManifestRow, num_faults: int) -> None:
+        sizes: dict[MediaRef, Measured] = {}
         for media in row.media_refs():
-            key = self._key(row, media)
-            if key not in self._futures:
-                self._futures[key] = threads.submit(self._measure, media, row.where, self._num_frames(row))
-
-    def result(self, row: ManifestRow, media: MediaRef) -> Measured:
-        """Raises `MediaDecodeError`, or `ImportError` without a video decoder."""
-        return self._futures[self._key(row, media)].result()
-
-    def _num_frames(self, row: ManifestRow) -> int:
-        return row.num_frames or self._config.engine.num_frames
-
-    def _key(self, row: ManifestRow, media: MediaRef) -> tuple[str, ...]:
-        return (media.ref, str(self._num_frames(row))) if media.kind == "video" else (media.ref,)
-
-    def _measure(self, media: MediaRef, where: str, num_frames: int) -> Measured:
-        options = {"base_dir": self._base_dir, "where": where}
-        policy = self._config.policy
-        if media.kind != "video":
-            measure = (lambda *a, **k: load_image(*a, **k).size) if self._config.decode else image_size
-            return Measured(kind="image", turn=0, size=measure(media.ref, policy, **options))
-        options["backend"] = self._config.video_backend
-        if self._config.decode:
-            patch = self._config.engine.video.temporal_patch_size
-            clip = load_video(media.ref, policy, num_frames=num_frames, temporal_patch_size=patch, **options)
-            return Measured(
-                kind="video", turn=0, size=clip.size, num_frames=clip.total_num_frames, fps=clip.fps
+            try:
+                sizes[media] = self.measure.result(row, media)
+            except Exception as error:
+                named = (
+                    str(error) if isinstance(error, MediaDecodeError | ImportError) else _named(error, media)
+                )
+                self._fault(row, media.field, named)
+        for place, problem in frame_list_faults(row, {media: item.size for media, item in sizes.items()}):
+            self._fault(row, place, problem)
+        limits = {"image": self._config.engine.limit_images, "video": self._config.engine.limit_videos}
+        self._warn(row, "too many media", too_many_media(row, limits))
+        self._warn(row, "media marker in text", markers_in_text(row, self._scanner))
+        self._warn(row, "unknown key", misspelled_keys(row))
+        self._warn(row, "NeMo-RL", nemo_rl_refusals(row))
+        self._note_answer(row)
+        if len(self._report.faults) > num_faults:
+            return
+        engine = self._config.engine
+        predicted = forecast(row, _items(row, sizes), engine)
+        self._report.num_rows += 1
+        self._report.forecasts.append(predicted)
+        if not predicted.fits:
+            problem = (
+                f"needs {predicted.sequence_tokens} tokens of a context of {engine.max_model_len}; "
+                "shorten it or raise max_model_len"
             )
-        info = probe_video(media.ref, policy, **options)
-        return Measured(kind="video", turn=0, size=info.size, num_frames=info.num_frames, fps=info.fps)
+            self._warn(row, "does not fit", [("", problem)])
+
+    def _note_answer(self, row: ManifestRow) -> None:
+        self._num_seen += 1
+        if not has_answer(row):
+            problem = "no verifier_metadata.answer, and no agent_ref whose verifier scores it"
+        elif not own_score_can_hit(row):
+            problem = "the answer is no single letter: the embedded run's own scoring gives 0, a Gym verifier may not"
+        else:
+            return
+        place = "verifier_metadata.answer"
+        fault = RowFault(
+            file=self._report.path, line=row.line, field=place, problem=problem, kind="no answer"
+        )
+        self._without_answer.append(fault)
+
+    def whole_file(self) -> None:
+        """What only shows when all rows are known."""
+        problem = ""
+        if not self._report.num_rows and not self._report.faults:
+            problem = "expected one JSON object per line, found an empty file"
+        elif self._num_seen and len(self._without_answer) == self._num_seen:
+            lacking = [fault for fault in self._without_answer if fault.problem.startswith("no ")]
+            problem = NO_ANSWERS if len(lacking) == self._num_seen else ""
+        if problem:
+            self._report.faults.append(RowFault(file=self._report.path, line=0, field="", problem=problem))
+        else:
+            self._report.warnings += self._without_answer
+
+    def _fault(self, row: ManifestRow, place: str, problem: str) -> None:
+        self._report.faults.append(
+            RowFault(file=self._report.path, line=row.line, field=place, problem=problem)
+        )
+
+    def _warn(self, row: ManifestRow, kind: WarningKind, problems: Iterable[tuple[str, str]]) -> None:
+        self._report.warnings += [
+            RowFault(file=self._report.path, line=row.line, field=place, problem=problem, kind=kind)
+            for place, problem in problems
+        ]
 
 
-def _grouped(row: ManifestRow) -> Iterator[list[MediaRef]]:
-    """Images and clips alone, the frames of one cached video together."""
-
-    def group(media: MediaRef) -> tuple:
-        if media.kind == "frame":
-            return ("frame", media.turn, media.message_index, media.video_source)
-        return (media.kind, media.turn, media.message_index, media.part_index)
-
-    for _, members in groupby(row.media_refs(), key=group):
-        yield list(members)
+def _named(error: Exception, media: MediaRef) -> str:
+    reason = str(error) or "no reason given"
+    return f"{shorten(media.ref)!r} cannot be measured: {reason} ({type(error).__name__})"
 
 
-def _items(row: ManifestRow, sizes: dict[str, Measured]) -> list[Measured]:
+def _items(row: ManifestRow, sizes: dict[MediaRef, Measured]) -> list[Measured]:
     items = []
-    for group in _grouped(row):
-        first, size = group[0], sizes[group[0].ref]
-        is_frames = first.kind == "frame"
+    for item in media_items(row):
+        size = sizes[item.first]
         items.append(
             Measured(
-                kind="image" if first.kind == "image" else "video",
-                turn=first.turn,
+                kind=item.kind,
+                turn=item.turn,
                 size=size.size,
-                num_frames=len(group) if is_frames else size.num_frames,
-                fps=(first.fps or 1.0) if is_frames else size.fps,
-                is_sampled=is_frames,
+                num_frames=len(item.refs) if item.is_frames else size.num_frames,
+                fps=(item.first.fps or 1.0) if item.is_frames else size.fps,
+                is_sampled=item.is_frames,
             )
         )
     return items
-
-
-def _frame_list_faults(row: ManifestRow, sizes: dict[str, Measured]) -> Iterator[tuple[str, str]]:
-    """What keeps the frames of a cached list from being one video."""
-    seen: set[tuple[int, str | None]] = set()
-    for group in _grouped(row):
-        first = group[0]
-        if first.kind != "frame":
-            continue
-        key = (first.turn, first.video_source)
-        if key in seen:
-            yield first.field, f"the frames of {first.video_source!r} do not stand next to one another"
-        seen.add(key)
-        known = {sizes[frame.ref].size for frame in group if frame.ref in sizes}
-        if len(known) > 1:
-            yield first.field, f"frames of one video differ in size: {sorted(known)} (height, width)"
-        rates = {frame.fps for frame in group}
-        if len(rates) > 1:
-            yield first.field, f"frames of one video differ in _video_fps: {sorted(map(str, rates))}"
-        indices = [frame.frame_index for frame in group]
-        if None in indices and set(indices) != {None} or (None in indices) != (None in rates):
-            yield (
-                first.field,
-                "some frames lack _video_frame_index or _video_fps; give both for all or for none",
-            )
-        elif None not in indices and indices != sorted(indices):
-            yield first.field, f"frame indices go backwards: {indices}"
-
-
-def _nemo_rl_refusals(row: ManifestRow) -> Iterator[tuple[str, str]]:
-    """Rules of NeMo-RL's video rows (nemo_rl/environments/nemo_gym_video.py) that this package does not share."""
-    groups = list(_grouped(row))
-    videos = [group[0] for group in groups if group[0].kind != "image"]
-    if not videos:
-        return
-    if len(videos) > 1:
-        yield videos[1].field, f"NeMo-RL takes one video per row, found {len(videos)}"
-    if len({media.kind for media in videos}) > 1:
-        yield videos[0].field, "NeMo-RL does not mix video files and cached frames in one row"
-    if len(groups) > len(videos):
-        yield videos[0].field, "NeMo-RL does not mix still images and video in one row"
-    for media in videos:
-        if media.kind == "video" and reference_kind(media.ref) != "local":
-            yield media.field, "NeMo-RL reads videos from local paths only"
-        elif media.kind == "video" and not media.ref.startswith(("/", "file://")):
-            yield media.field, "NeMo-RL wants absolute video paths"

@@ -32,19 +32,6 @@ _MEDIA_PREFIX = "demo-media-"
 _CACHED_FRAMES = 4
 
 
-def score(row: Any, text: str) -> float:
-    """1.0 when the first letter of `text` is the row's answer, else 0.0; never raises.
-
-    `row` is a `ManifestRow` or a mapping with `verifier_metadata`.
-    """
-    try:
-        metadata = row["verifier_metadata"] if isinstance(row, dict) else row.verifier_metadata
-        answer = metadata["answer"]
-        return float(isinstance(answer, str) and answer != "" and text.strip()[:1] == answer)
-    except (AttributeError, KeyError, TypeError):
-        return 0.0
-
-
 def build_demo_manifest(
     out_dir: str | Path, *, num_rows: int, seed: int, num_validation_rows: int | None = None
 ) -> tuple[Path, Path]:

@@ -77,7 +77,8 @@ def check_text(head: bytes) -> None:
     if b"\0" in head and not text.startswith((b"{", b"[", b'"')):
         raise UnreadableError("expected JSON lines, found binary data")
     first_line, _, rest = text.partition(b"\n")
-    if first_line.strip() in (b"[", b"{") and rest.strip():
+    begins = first_line.strip()
+    if begins == b"[" and rest.strip() or begins == b"{" and rest.lstrip().startswith((b'"', b"}")):
         raise UnreadableError(
             "expected JSON lines, found JSON over several lines; write one object per line (`jq -c` does)"
         )

@@ -16,7 +16,8 @@ from typing import Any
 
 from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
 from nemo_rl_ext.align.video_grids import VideoTiler
-from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, Message, VideoPart
+from nemo_rl_ext.manifest.row_media import template_content
+from nemo_rl_ext.manifest.rows import ManifestRow, Message
 from nemo_rl_ext.media.sampling import num_sampled_frames, sample_frames, tubelet_texts
 
 RESERVED_TOKENS = 4
@@ -66,6 +67,10 @@ class EngineModel:
     """Room that every answer needs."""
     num_frames: int = 8
     """Frames per clip where a row does not say."""
+    limit_images: int | None = None
+    """Images that one request may carry (`limit_mm_per_prompt.image`); None for no limit."""
+    limit_videos: int | None = None
+    """The same for clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,16 +242,6 @@ def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
     for index, messages in enumerate(turns):
         if index:
             chat.append({"role": "assistant", "content": ""})
-        chat += [{"role": message.role, "content": _template_content(message)} for message in messages]
+        chat += [{"role": message.role, "content": template_content(message)} for message in messages]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return text.replace("<image>", "").replace("<video>", "")
-
-
-def _template_content(message: Message) -> str | list[dict[str, str]]:
-    if isinstance(message.content, str):
-        return message.content
-    kinds = {ImagePart: "image", VideoPart: "video"}
-    return [
-        {"type": kinds[type(part)]} if type(part) in kinds else {"type": "text", "text": part.text}
-        for part in message.parts
-    ]

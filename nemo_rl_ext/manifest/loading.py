@@ -7,17 +7,19 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_rl_ext.manifest.file_kinds import UnreadableError
+from nemo_rl_ext.manifest.keys import closest_key
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.streams import MAX_LINE_BYTES, text_lines
 from nemo_rl_ext.media.errors import MediaDecodeError, shorten
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sources import reference_kind, resolve_local
 
 MAX_ERRORS = 20
-_MAX_LINE_BYTES = 256 << 20
 
 
 class ManifestError(ValueError):
@@ -33,6 +35,8 @@ class RowFault:
     field: str
     """Path of the key, dots between, or empty for the whole line."""
     problem: str
+    kind: str = ""
+    """Which of `check_rules.WARNING_KINDS` a warning is; empty for a fault."""
 
     def __str__(self) -> str:
         name = f"{self.field}: " if self.field else ""
@@ -82,7 +86,7 @@ def load_manifest(
     if faults:
         listed = "\n".join(f"  {fault}" for fault in faults[:MAX_ERRORS])
         more = "\n  ... and more; only the first faults are listed" if len(faults) > MAX_ERRORS else ""
-        raise ManifestError(f"{path}: the manifest has faults; mend these lines:\n{listed}{more}")
+        raise ManifestError(f"{path}: the manifest has faults; fix these lines:\n{listed}{more}")
     if not rows:
         raise ManifestError(f"{path}: expected one JSON object per line, found an empty file")
     return Manifest(path=path, rows=tuple(rows), policy=policy)
@@ -91,7 +95,8 @@ def load_manifest(
 def scan_manifest(
     path: str | Path, *, policy: MediaPolicy | None = None, check_media: bool = True
 ) -> Iterator[ManifestRow | RowFault]:
-    """Every row, or the faults of its line, one line in memory at a time.
+    """Every row, or the faults of its line, one line in memory at a time. Compressed files are read as they are, and
+    `-` is standard input, whose media paths start from the current directory.
 
     Blank lines and a byte order mark are faults because NeMo-Gym's own reader dies of them; CRLF is fine.
     Raises `ManifestError` when the file itself cannot be read.
@@ -101,40 +106,34 @@ def scan_manifest(
     first_lines: dict[str, int] = {}
     media_faults: dict[str, str] = {}
     try:
-        with open(path, "rb") as handle:
-            for number, line in enumerate(_lines(handle), start=1):
-                parsed = _parse_line(line, str(path), number)
-                if isinstance(parsed, list):
-                    yield from parsed
+        for number, line in enumerate(text_lines(path), start=1):
+            parsed = _parse_line(line, str(path), number)
+            if isinstance(parsed, list):
+                yield from parsed
+                continue
+            if parsed.id is not None:
+                first = first_lines.setdefault(parsed.row_id, number)
+                if first != number:
+                    problem = f"duplicate id {parsed.row_id!r}, first on line {first}"
+                    yield RowFault(file=str(path), line=number, field="id", problem=problem)
                     continue
-                if parsed.id is not None:
-                    first = first_lines.setdefault(parsed.row_id, number)
-                    if first != number:
-                        problem = f"duplicate id {parsed.row_id!r}, first on line {first}"
-                        yield RowFault(file=str(path), line=number, field="id", problem=problem)
-                        continue
-                faults = _media_faults(parsed, policy, path.parent, media_faults) if check_media else []
-                if faults:
-                    yield from faults
-                else:
-                    yield parsed
+            faults = _media_faults(parsed, policy, path.parent, media_faults) if check_media else []
+            if faults:
+                yield from faults
+            else:
+                yield parsed
+    except UnreadableError as error:
+        raise ManifestError(f"{path}: cannot read the manifest: {error}") from None
     except OSError as error:
         raise ManifestError(f"{path}: cannot read the manifest ({error.strerror or error})") from None
-
-
-def _lines(handle: IO[bytes]) -> Iterator[bytes]:
-    while line := handle.readline(_MAX_LINE_BYTES + 1):
-        yield line
-        while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = handle.readline(_MAX_LINE_BYTES + 1)
 
 
 def _parse_line(line: bytes, file: str, number: int) -> ManifestRow | list[RowFault]:
     def fault(problem: str, name: str = "") -> list[RowFault]:
         return [RowFault(file=file, line=number, field=name, problem=problem)]
 
-    if len(line) > _MAX_LINE_BYTES:
-        return fault(f"the line is longer than {_MAX_LINE_BYTES} bytes")
+    if len(line) > MAX_LINE_BYTES:
+        return fault(f"the line is longer than {MAX_LINE_BYTES} bytes")
     if line.startswith(b"\xef\xbb\xbf"):
         return fault("starts with a byte order mark; save the file as plain UTF-8")
     if not line.strip():
@@ -200,6 +199,9 @@ def _field_name(loc: tuple[int | str, ...]) -> str:
 def _problem(entry: dict[str, Any]) -> str:
     found = entry["input"]
     message = entry["msg"].removeprefix("Value error, ")
+    if entry["type"] == "missing" and isinstance(found, dict):
+        close = closest_key(str(entry["loc"][-1]), (str(key) for key in found))
+        return f"{message}; found {close!r}, which nothing reads: rename it" if close else message
     if entry["type"] in ("missing", "value_error"):
         return message
     return f"{message}, found {shorten(repr(found), 80)}"

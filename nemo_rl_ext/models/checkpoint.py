@@ -207,6 +207,6 @@ def build_tiny_checkpoint(
 
 def _has_stamp(path: Path, stamp: Mapping[str, Any]) -> bool:
     try:
-        return json.loads((path / _STAMP).read_text(encoding="utf-8")) == dict(stamp)
+        return bool(json.loads((path / _STAMP).read_text(encoding="utf-8")) == dict(stamp))
     except (OSError, ValueError):
         return False

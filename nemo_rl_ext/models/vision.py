@@ -7,11 +7,16 @@ clips alone, so each modality is encoded by its own method and handed to the for
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def encode_media(
-    model: torch.nn.Module, pixel_values: torch.Tensor, grids: torch.Tensor, frames: torch.Tensor | None
+    model: PreTrainedModel, pixel_values: torch.Tensor, grids: torch.Tensor, frames: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Features `[tokens, hidden]` of every item.
 
@@ -23,18 +28,17 @@ def encode_media(
     counts = (grids.prod(-1) * frames.clamp(min=1)).tolist()
     patches = pixel_values.split(counts)
     still = [index for index, count in enumerate(frames.tolist()) if not count]
-    features: list[torch.Tensor | None] = [None] * len(patches)
+    features: dict[int, torch.Tensor] = {}
     if still:
         pixels = torch.cat([patches[index] for index in still])
         output = model.get_image_features(pixels, grids[still], return_dict=True).pooler_output
-        for index, feature in zip(still, output, strict=True):
-            features[index] = feature
+        features |= zip(still, output, strict=True)
     for index, count in enumerate(frames.tolist()):
         if count:
             clip = unpatchify(patches[index], count, *grids[index].tolist())
             output = model.get_video_features(clip, return_dict=True).pooler_output
             features[index] = output.reshape(-1, output.shape[-1])
-    return features
+    return [features[index] for index in range(len(patches))]
 
 
 def unpatchify(patches: torch.Tensor, frames: int, rows: int, columns: int) -> torch.Tensor:

@@ -166,7 +166,7 @@ def _token_delta(steps: Sequence[Record]) -> Chart:
 
 
 def _sizes(turns: Iterable[Record]) -> Chart:
-    seen = {}
+    seen: dict[tuple[tuple[int, ...], ...], tuple[str | None, Record]] = {}
     for turn in turns:
         for item in turn.get("media") or ():
             if item.get("grid") and item.get("static_grid"):

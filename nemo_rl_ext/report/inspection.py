@@ -18,6 +18,7 @@ from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
+from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
 from nemo_rl_ext.rollout.segments import Segment, to_segments
 
@@ -37,7 +38,7 @@ class InspectConfig:
     base_dir: Path
     max_model_len: int | None = None
     num_frames: int = 8
-    video_backend: str = "decord"
+    video_backend: Backend = "decord"
     decode: bool = False
 
 
@@ -117,7 +118,7 @@ class Inspector:
             from transformers import AutoTokenizer
 
             self._tokenizer = AutoTokenizer.from_pretrained(str(self.config.model_dir), local_files_only=True)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def rows(self, path: Path) -> Iterator[RowResult]:
         """Judge every line of a file, streaming."""

@@ -94,7 +94,7 @@ def _plotly() -> str:
     except ImportError:
         return ""
     # A closing tag inside a string of the library would end the script.
-    return get_plotlyjs().replace("</script", "<\\/script")
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
 def _text(value: object) -> str:

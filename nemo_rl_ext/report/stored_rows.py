@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
+from nemo_rl_ext.manifest.file_kinds import UnreadableError
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
+from nemo_rl_ext.manifest.streams import text_lines
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.segments import EngineTurn
 
@@ -44,21 +46,19 @@ class StoredRow:
 
 
 def stored_rows(path: Path, encode: Encode) -> Iterator[StoredRow | tuple[int, str]]:
-    """Every rollout of a JSONL file, one line in memory at a time; (line, problem) for a line that holds none.
+    """Every rollout of a JSONL file, plain or compressed, one line in memory at a time; (line, problem) for a line that
+    holds none.
 
     `encode` is used where a row holds text in the place of token ids.
 
     Raises:
         OSError: when the file cannot be read.
     """
-    with open(path, "rb") as handle:
-        number = 0
-        while line := handle.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+    number = 0
+    try:
+        for number, line in enumerate(text_lines(path, MAX_LINE_BYTES), start=1):
+            if len(line) > MAX_LINE_BYTES:
                 yield number, f"the line is longer than {MAX_LINE_BYTES} bytes"
-                while line and not line.endswith(b"\n"):
-                    line = handle.readline(MAX_LINE_BYTES)
                 continue
             if not line.strip():
                 continue
@@ -66,6 +66,8 @@ def stored_rows(path: Path, encode: Encode) -> Iterator[StoredRow | tuple[int, s
                 yield _read(line, path, number, encode)
             except StoredRowError as error:
                 yield number, str(error)
+    except UnreadableError as error:
+        yield number + 1, str(error)
 
 
 def _read(line: bytes, path: Path, number: int, encode: Encode) -> StoredRow:

@@ -47,7 +47,7 @@ def summarize(run: RunFiles) -> Summary:
     accuracies = [step["eval/accuracy"] for step in run.steps if "eval/accuracy" in step]
 
     def total(name: str) -> float:
-        return sum(step.get(name, 0.0) for step in steps)
+        return float(sum(step.get(name, 0.0) for step in steps))
 
     reasons: Counter[str] = Counter()
     for step in steps:

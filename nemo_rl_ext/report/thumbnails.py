@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
@@ -90,7 +90,8 @@ class ThumbnailMaker:
             return Thumbnails(note=f"not shown: {error}")
 
     def _make(self, row_id: str, item: Record) -> Thumbnails:
-        if self._patch_size is None:
+        patch_size = self._patch_size
+        if patch_size is None:
             return Thumbnails(note="not shown: the run's checkpoint is not at its place any more")
         source = self._sources.get((row_id, str(item["source"])))
         source = source or MediaSource(ref=str(item["source"]), kind=item["kind"])
@@ -98,23 +99,27 @@ class ThumbnailMaker:
         frame = pixels if pixels.ndim == 3 else pixels[0]
         named = [("training processor", item.get("static_grid")), ("engine", item.get("grid"))]
         grids = [(title, Grid(*grid)) for title, grid in named if grid]
-        longest = max(max(grid) for _, grid in grids) * self._patch_size
+        longest = max(max(grid) for _, grid in grids) * patch_size
         shrink = min(1.0, MAX_SIDE / longest)
-        return Thumbnails(views=tuple(self._view(title, grid, frame, shrink) for title, grid in grids))
+        return Thumbnails(views=tuple(_view(title, grid, frame, patch_size, shrink) for title, grid in grids))
 
-    def _view(self, title: str, grid: Grid, frame: np.ndarray, shrink: float) -> View:
-        import torch
 
-        from nemo_rl_ext.align.pixels import resize_and_normalize
+def _view(title: str, grid: Grid, frame: np.ndarray, patch_size: int, shrink: float) -> View:
+    import torch
 
-        # The same resize that makes training tensors, left in the range of a picture.
-        plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "dtype": torch.float32}
-        tensor = resize_and_normalize(frame[None], grid, patch_size=self._patch_size, **plain)[0]
-        array = (tensor.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        image = Image.fromarray(array)
-        if shrink < 1:
-            image = image.resize((max(1, round(image.width * shrink)), max(1, round(image.height * shrink))))
-        return View(title=title, grid=grid, pixels=array.shape[:2], data_url=_data_url(image))
+    from nemo_rl_ext.align.pixels import resize_and_normalize
+
+    # The same resize that makes training tensors, left in the range of a picture.
+    zero, one = (0.0,) * 3, (1.0,) * 3
+    (tensor,) = resize_and_normalize(
+        frame[None], grid, patch_size=patch_size, mean=zero, std=one, dtype=torch.float32
+    )
+    array = (tensor.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    image = Image.fromarray(array)
+    height, width = image.height, image.width
+    if shrink < 1:
+        image = image.resize((max(1, round(width * shrink)), max(1, round(height * shrink))))
+    return View(title=title, grid=grid, pixels=(height, width), data_url=_data_url(image))
 
 
 def _data_url(image: Image.Image) -> str:

@@ -27,7 +27,7 @@ from nemo_rl_ext.grpo.engine.requests import (
     GenerationResult,
     VideoInput,
 )
-from nemo_rl_ext.grpo.training.batch import PolicyRow, RowMedia, collate
+from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, PAD_ID, SPECIAL_TOKENS, build_byte_tokenizer
@@ -125,9 +125,9 @@ def patches(picture: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
     return pixels.reshape(height * width, 3 * 16 * 16)
 
 
-def media(images: Sequence[Image.Image], grids: Sequence[tuple[int, int]]) -> tuple[RowMedia, ...]:
+def media(images: Sequence[Image.Image], grids: Sequence[tuple[int, int]]) -> tuple[PolicyMedia, ...]:
     return tuple(
-        RowMedia(pixel_values=patches(picture, grid), image_grid_hw=torch.tensor([grid]))
+        PolicyMedia(pixel_values=patches(picture, grid), image_grid_hw=torch.tensor([grid]))
         for picture, grid in zip(images, grids, strict=True)
     )
 
@@ -137,7 +137,7 @@ def gap(
     policy: Policy,
     asked: GenerationRequest,
     result: GenerationResult,
-    shown: tuple[RowMedia, ...] = (),
+    shown: tuple[PolicyMedia, ...] = (),
     **settings,
 ) -> float:
     """Largest difference between the engine's log-probs and the policy's, over all sampled tokens."""

@@ -204,7 +204,7 @@ def test_renderers_content_mask_still_covers_the_content(nemotron_tokenizer):
 
 
 def test_renderers_bridge_is_marked_too(nemotron_tokenizer):
-    encoder = SafeEncoder(nemotron_tokenizer)
+    encoder = SafeEncoder(nemotron_tokenizer, extra=["<think>", "</think>"])
     config = renderers.Nemotron3RendererConfig(thinking_retention="all")
     safe = SafeRenderer(lambda tok: build("nemotron3")(tok, config), encoder)
     prompt = safe.render_ids([USER], add_generation_prompt=True)

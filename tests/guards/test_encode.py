@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safe encoder: content never becomes a control token, clean text keeps the tokenizer's own ids."""
 
+import copy
 import json
 
 import pytest
@@ -129,6 +130,142 @@ def test_whitespace_added_tokens_are_ordinary_text():
     assert SafeEncoder(tokenizer).encode("a    b") == tokenizer.encode("a    b", add_special_tokens=False)
 
 
+HTML = ["<b>", "</b>", "<table>", "</table>", "<img>", "</img>", "<code>", "<a>"]
+MARKS = ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>"]
+
+
+def gemma_like(*, normalized=False, num_unused=3000, held=True):
+    """Gemma's kind: thousands of added tokens that are not special, HTML and runs of whitespace among them, most
+    of them pieces of the vocabulary; the context token is not one of them."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    ordinary = [*HTML, "[multimodal]", *(f"<unused{i}>" for i in range(num_unused)), "\n\n", "\t\t", "▁▁"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *MARKS]
+    pieces = special + (ordinary if held else []) + [f"<0x{i:02X}>" for i in range(256)]
+    letters = [chr(c) for c in range(33, 127)] + ["▁", "\n", "\t", "é"]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("<", "b"),
+        ("<b", ">"),
+        ("<", "e"),
+        ("<e", "o"),
+        ("<eo", "s"),
+        ("<eos", ">"),
+    ]
+    vocab = list(dict.fromkeys([*pieces, *letters, *("".join(m) for m in merges)]))
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(vocab)}, merges=merges, unk_token="<unk>",
+            byte_fallback=True, fuse_unk=True,
+        )
+    )  # fmt: skip
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.add_tokens([AddedToken(t, normalized=normalized, special=False) for t in ordinary])
+    backend.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in [*special, "<image_soft_token>"]]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["as written", "normalized"])
+def html_tokenizer(request):
+    return gemma_like(normalized=request.param)
+
+
+def test_only_special_tokens_and_media_markers_are_control(html_tokenizer):
+    specials = {"<pad>", "<eos>", "<bos>", "<unk>", *MARKS, "<image_soft_token>"}
+    assert set(control_tokens(html_tokenizer)) == specials
+    assert set(control_tokens(html_tokenizer, ["<b>"])) == specials | {"<b>"}
+
+
+@pytest.fixture(scope="module")
+def html_encoder(html_tokenizer):
+    return SafeEncoder(html_tokenizer)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([*HTML, "<unused7>", "\n\n", "  ", " ", "the ", "é", "🦊", "<", "b>", "x"])).map(
+        "".join
+    )
+)
+def test_ordinary_added_tokens_are_the_tokenizers_own(html_tokenizer, html_encoder, text):
+    """`<b>`, `<img>` and `<unused7>` are ordinary here; also beside a literal that has to stay text."""
+    encoder = html_encoder
+    own = html_tokenizer.encode(text, add_special_tokens=False)
+    assert encoder.encode(text) == encoder.encode_parts([text]) == own
+    assert encoder.encode_parts([text, encoder.id("<start_of_image>")])[: len(own)] == own
+    guarded = encoder.encode(text + "<image_soft_token>")
+    assert encoder.id("<image_soft_token>") not in guarded and guarded[: len(own)] == own
+
+
+def test_a_control_token_that_merges_spell_is_spelled_otherwise(html_tokenizer, html_encoder):
+    assert html_tokenizer.convert_ids_to_tokens(html_encoder.encode("x<eos>")) == ["x", "<eos", ">"]
+    asked = SafeEncoder(html_tokenizer, extra=["<b>"])
+    assert html_tokenizer.convert_ids_to_tokens(asked.encode("x<b>the")) == ["x", "<b", ">", "the"]
+
+
+def test_img_is_a_media_marker_where_something_stands_between():
+    from transformers import AddedToken
+
+    tokenizer = gemma_like(num_unused=1)
+    tokenizer.add_tokens([AddedToken("<IMG_CONTEXT>", special=False, normalized=False)])
+    assert {"<img>", "</img>", "<IMG_CONTEXT>"} <= set(control_tokens(tokenizer))
+
+
+@pytest.mark.parametrize("name", ["trained_bpe", "wordpiece", "unigram_always", "wordlevel"])
+def test_building_reads_no_vocabulary(tokenizers_by_name, name, monkeypatch):
+    """Building costs a fraction of loading the tokenizer, because the twin shares its model."""
+    from tokenizers import Tokenizer
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the vocabulary was read again")
+
+    tokenizer = tokenizers_by_name(name)
+    for method in ("from_str", "from_buffer", "from_file", "to_str", "get_vocab"):
+        monkeypatch.setattr(Tokenizer, method, refuse)
+    monkeypatch.setattr(type(tokenizer.backend_tokenizer.model), "__getstate__", refuse)
+    SafeEncoder(tokenizer)
+
+
+def test_markup_that_the_chat_template_writes_is_control(nemotron_tokenizer):
+    control = control_tokens(nemotron_tokenizer)
+    assert "<tool_call>" in control and "<think>" not in control
+    assert "<think>" in control_tokens(nemotron_tokenizer, ["<think>"])
+
+
+def test_an_end_token_that_is_also_called_unknown_does_not_leak():
+    """GPT-2's kind: the unknown token is the end of text, and every byte is known."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|endoftext|>", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    encoder = SafeEncoder(tokenizer)
+    assert tokenizer.eos_token_id not in encoder.encode("a<|endoftext|>b")
+    parts = encoder.encode_parts(["a<|endoftext|>b", tokenizer.eos_token_id])
+    assert parts.count(tokenizer.eos_token_id) == 1 and parts[-1] == tokenizer.eos_token_id
+
+
+def test_scaffold_is_emitted_by_id_even_by_a_tokenizer_that_splits_special_tokens(tokenizers_by_name):
+    tokenizer = copy.deepcopy(tokenizers_by_name("byte_bpe"))
+    tokenizer.split_special_tokens = True
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    encoder = SafeEncoder(tokenizer)
+    image = encoder.id("<image>")
+    assert encoder.encode_parts([image, "a <image>", image]).count(image) == 2
+
+
 def test_offsets_refer_to_the_text_that_was_passed_in(nemotron_tokenizer):
     encoder = SafeEncoder(nemotron_tokenizer)
     marked = "<img>" + encoder.mark("a <image> b") + "</img>!"
@@ -209,10 +346,12 @@ def test_any_content_around_scaffold_adds_no_control_token(any_tokenizer, parts)
 
 
 def test_wrong_use_is_named(nemotron_tokenizer):
-    with pytest.raises(ValueError, match=r"allow names \['<nope>'\]"):
+    with pytest.raises(ValueError, match=r"allow names \['<nope>'\], which are no tokens"):
         SafeEncoder(nemotron_tokenizer, allow=["<nope>"])
     with pytest.raises(ValueError, match="'<nope>' is no token of this tokenizer"):
         SafeEncoder(nemotron_tokenizer, extra=["<nope>"])
+    with pytest.raises(ValueError, match="'a' has one character"):
+        SafeEncoder(nemotron_tokenizer, extra=["a"])
     encoder = SafeEncoder(nemotron_tokenizer)
     with pytest.raises(ValueError, match="part 99999 is neither text nor a control token's id"):
         encoder.encode_parts([99999])

@@ -138,6 +138,36 @@ def test_type_dtype_and_the_callers_own_data_are_kept(kind):
         assert row.token_ids.dtype == ids.dtype and row.loss_mask.dtype == mask.dtype
 
 
+@pytest.mark.parametrize("kind", [lambda x: x, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_a_batch_dimension_of_one_is_taken_and_kept(kind):
+    flat = [TEXT, IMG] + run(3)
+    ids, mask = kind([flat]), kind([[1] * len(flat)])
+    media = RowMedia(num_runs=1)
+    assert find_phantoms(ids, GRAMMAR, media).offsets.tolist() == [1]
+    row = neutralise().check("r", ids, mask, media)
+    assert type(row.token_ids) is type(ids) and np.shape(row.token_ids) == (1, len(flat))
+    assert np.asarray(row.token_ids).tolist() == [[TEXT, UNK] + run(3)]
+    assert np.asarray(row.loss_mask).tolist() == [[0] * len(flat)]
+    assert row.media_mask.shape == (1, len(flat)) and row.media_mask.sum() == 3
+    assert np.asarray(ids).tolist() == [flat] and np.asarray(mask).tolist() == [[1] * len(flat)]
+    healthy = kind([run(3)])
+    assert neutralise().check("r", healthy, None, media).token_ids is healthy
+    empty = kind([[]])
+    assert neutralise().check("r", empty).token_ids is empty
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1, 3), (), (0, 3)])
+def test_ids_of_no_single_row_are_refused(shape):
+    with pytest.raises(ValueError, match=r"one row, \[tokens\] or \[1, tokens\], got shape"):
+        find_phantoms(torch.full(shape, IMG), GRAMMAR)
+
+
+@pytest.mark.parametrize("replacement", [None, IMG, START, END, -1])
+def test_a_replacement_that_is_media_itself_is_refused(replacement):
+    with pytest.raises(ValueError, match="replacement_id that is no media token"):
+        PhantomGuard(media=GRAMMAR, mode=PhantomMode.NEUTRALISE, replacement_id=replacement)
+
+
 def test_placeholder_ranges_of_renderers_are_read_as_they_are():
     renderers = pytest.importorskip("renderers")
     placeholders = {"image": [renderers.PlaceholderRange(offset=1, length=4)], "video": []}
@@ -150,8 +180,6 @@ def test_bad_questions_are_refused():
         RowMedia(run_lengths=[1], num_runs=1)
     with pytest.raises(ValueError, match="needs its placeholder ranges, or a Grammar"):
         find_phantoms([IMG], {IMG: 1}, RowMedia(num_runs=1))
-    with pytest.raises(ValueError, match="replacement_id that is no media token, got 5"):
-        PhantomGuard(media=GRAMMAR, mode=PhantomMode.NEUTRALISE, replacement_id=IMG)
 
 
 @given(st.lists(st.sampled_from([IMG, START, END, TEXT]), max_size=60), st.integers(0, 4))

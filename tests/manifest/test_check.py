@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check decodes everything, goes on after a fault, and says what the engine will do."""
 
+import bz2
+import gzip
 import json
+import lzma
+import random
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 from PIL import Image
 
 from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.manifest.census_scan import media_scanner
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
+from nemo_rl_ext.manifest.check_rules import markers_in_text
 from nemo_rl_ext.manifest.forecast import EngineModel
-from nemo_rl_ext.manifest.loading import ManifestError
+from nemo_rl_ext.manifest.loading import ManifestError, load_manifest
+from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
 
 TINY = EngineModel(
@@ -148,3 +156,115 @@ def test_remote_media_are_refused_unless_allowed(write_manifest, make_row):
     assert "not allowed" in check_manifest(path).faults[0].problem
     allowed = CheckConfig(policy=MediaPolicy(allow_remote=True))
     assert "not a public address" in check_manifest(path, allowed).faults[0].problem
+
+
+def kinds(report):
+    return [(fault.line, fault.kind) for fault in report.warnings]
+
+
+def test_rows_whose_text_holds_a_literal_marker_are_named(write_manifest, make_row, tokenizer):
+    call = {"type": "function_call_output", "call_id": "c", "output": "a </img>"}
+    nested = json.dumps({"style": "{type<image>|bold}"})
+    rows = [
+        make_row("a.png", "quote <image> and <image>"),
+        make_row("clean", turns=[[{"role": "tool", "content": "see <video>"}]]),
+        make_row("<im", "age>"),
+        make_row(nested),
+        make_row("clean", turns=[[call]]),
+        make_row("clean < text >", verifier_metadata={"answer": "<image>"}),
+    ]
+    report = check_manifest(write_manifest(rows), CheckConfig(engine=TINY))
+    named = [(w.line, w.field) for w in report.warnings if w.kind == "media marker in text"]
+    assert named == [
+        (1, "responses_create_params.input.0.content.1.text"),
+        (2, "turns.0.0.content"),
+        (3, "responses_create_params.input.0.content.0.text{joined}"),
+        (4, "responses_create_params.input.0.content.0.text{json}.style"),
+        (5, "turns.0.0.content"),
+    ]
+    assert "'<image>' 2 times" in report.warnings[0].problem and not report.failed
+    # With a tokenizer only what becomes a placeholder counts: this one knows no <video>.
+    with_tokenizer = markers_in_text(ManifestRow.from_json(rows[1], line=2), media_scanner(tokenizer))
+    assert not list(with_tokenizer)
+    with_tokenizer = markers_in_text(ManifestRow.from_json(rows[0], line=1), media_scanner(tokenizer))
+    assert [place for place, _ in with_tokenizer] == ["responses_create_params.input.0.content.1.text"]
+
+
+def test_more_media_than_a_request_may_carry(write_manifest, make_row):
+    later = [[{"role": "tool", "content": [{"type": "input_image", "image_url": "b.png"}]}]]
+    rows = [make_row("a.png", "a.png"), make_row("a.png", "a.png", turns=later), make_row("?")]
+    path = write_manifest(rows)
+    assert kinds(check_manifest(path, CheckConfig(engine=TINY))) == []
+    report = check_manifest(path, CheckConfig(engine=replace(TINY, limit_images=2)))
+    assert kinds(report) == [(2, "too many media")] and report.warnings[0].field == "turns.0.0.content.0"
+    assert "3 images in one request, of which the engine takes 2" in report.warnings[0].problem
+
+
+def test_keys_that_look_misspelled(write_manifest, make_row):
+    good = make_row("?", "a.png", id="x", own_key_of_gym=1)
+    row = json.loads(json.dumps(good)) | {"id": "y", "verifer_metadata": {}, "turn": []}
+    row["responses_create_params"]["input"][0]["content"][1]["_video_sorce"] = "x"
+    report = check_manifest(write_manifest([good, row]), CheckConfig(engine=TINY))
+    assert [(w.field, w.problem.rpartition(" ")[2]) for w in report.warnings if w.kind == "unknown key"] == [
+        ("turn", "'turns'?"),
+        ("responses_create_params.input.0.content.1._video_sorce", "'_video_source'?"),
+    ]
+    renamed = {"responses_create_param": good["responses_create_params"]}
+    problem = check_manifest(write_manifest([renamed])).faults[0].problem
+    assert "found 'responses_create_param', which nothing reads" in problem
+
+
+def test_a_manifest_that_nothing_can_score_is_a_fault(write_manifest, make_row):
+    bare = {"verifier_metadata": {}}
+    report = check_manifest(write_manifest([make_row("?", **bare)] * 3), CheckConfig(engine=TINY))
+    assert report.failed and "no row has anything to be scored by" in report.faults[-1].problem
+    for other in (make_row("?"), make_row("?", agent_ref={"name": "x"}, **bare)):
+        report = check_manifest(write_manifest([make_row("?", **bare), other]), CheckConfig(engine=TINY))
+        assert not report.failed and kinds(report) == [(1, "no answer")]
+    long = make_row("?", verifier_metadata={"answer": "a spoon"})
+    report = check_manifest(write_manifest([long, long | {"id": 2}]), CheckConfig(engine=TINY))
+    assert not report.failed and "no single letter" in report.warnings[0].problem
+
+
+def test_no_row_ends_the_check(write_manifest, make_row, tmp_path, monkeypatch):
+    """A clip that declares 30000 frames per second, and whatever else goes wrong with one row only."""
+    fast = [frame(f"{name}.png", _video_frame_index=i, _video_fps=30000.0) for i, name in enumerate("aa")]
+    rows = [make_row("a.png"), make_row(*fast, "?"), make_row("b.png")]
+    report = check_manifest(write_manifest(rows), CheckConfig(engine=TINY))
+    assert [(fault.line, "30000" in fault.problem) for fault in report.faults] == [(2, True)]
+    assert [row.line for row in report.forecasts] == [1, 3]
+    Image.new("RGB", (20_000, 2)).save(tmp_path / "thin.png")
+    report = check_manifest(
+        write_manifest([make_row("thin.png"), make_row("a.png")]), CheckConfig(engine=TINY)
+    )
+    assert report.num_rows + len({fault.line for fault in report.faults}) == 2
+
+
+def test_one_file_as_clip_and_as_image_in_one_row(write_manifest, make_row, tmp_path):
+    frames = [Image.new("RGB", (64, 64), (40 * i, 0, 0)) for i in range(6)]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:], duration=100)
+    still = {"type": "input_image", "image_url": "moving.gif"}
+    for parts in ((video("moving.gif"), still), (still, video("moving.gif"))):
+        report = check_manifest(
+            write_manifest([make_row(*parts, "?", num_frames=4)]), CheckConfig(engine=TINY)
+        )
+        assert not report.faults, report.faults
+        found = report.forecasts[0]
+        assert (found.num_images, found.num_videos, len(found.video_runs)) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_manifests_are_read_and_cut_ones_named(write_manifest, make_row, tmp_path, pack):
+    noisy = [make_row("a.png", random.Random(i).randbytes(30).hex(), id=i) for i in range(200)]
+    data = pack(write_manifest(noisy).read_bytes())
+    path = tmp_path / "rows.jsonl.packed"
+    path.write_bytes(data)
+    assert check_manifest(path, CheckConfig(engine=TINY)).num_rows == 200
+    assert len(load_manifest(path)) == 200
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ManifestError, match="cut"):
+        load_manifest(path)
+    try:
+        assert "cut" in check_manifest(path, CheckConfig(engine=TINY)).faults[-1].problem
+    except ManifestError as error:  # nothing of it could be read
+        assert "cut" in str(error)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
 from nemo_rl_ext.manifest import demo
-from nemo_rl_ext.manifest.demo import build_demo_manifest, score
+from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.demo_clips import VIDEOS
 from nemo_rl_ext.manifest.demo_layout import CYCLE, MAX_MODEL_LEN, MOVING, RESIZED, TILER, plan_rows
 from nemo_rl_ext.manifest.demo_pictures import KINDS, PHOTOGRAPHS, Picture, encode, render
 from nemo_rl_ext.manifest.loading import load_manifest
+from nemo_rl_ext.manifest.row_media import media_by_turn
+from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy

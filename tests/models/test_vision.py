@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_ext.align.pixels import patchify
-from nemo_rl_ext.grpo.training.batch import PolicyRow, RowMedia, collate
+from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.vision import encode_media, unpatchify
@@ -22,7 +22,7 @@ def item(frames, rows, columns, seed):
 
 
 def media(*items):
-    return RowMedia(
+    return PolicyMedia(
         pixel_values=torch.cat([patches for (_, patches), *_ in items]),
         image_grid_hw=torch.tensor([grid for _, _, grid in items]),
         num_frames=torch.tensor([frames for _, frames, _ in items]),
@@ -63,7 +63,7 @@ def test_the_order_of_frames_matters(policy):
         row = PolicyRow(
             token_ids=ids,
             media=(
-                RowMedia(
+                PolicyMedia(
                     pixel_values=values, image_grid_hw=torch.tensor([[2, 2]]), num_frames=torch.tensor([4])
                 ),
             ),
@@ -76,7 +76,7 @@ def test_the_order_of_frames_matters(policy):
 
 def test_rows_with_images_clips_and_nothing_share_one_batch(policy):
     image = media((item(0, 2, 4, 1), 0, (2, 4)))
-    plain = RowMedia(pixel_values=image.pixel_values, image_grid_hw=image.image_grid_hw)
+    plain = PolicyMedia(pixel_values=image.pixel_values, image_grid_hw=image.image_grid_hw)
     clip = media((item(3, 4, 2, 2), 3, (4, 2)))
     rows = [
         PolicyRow(token_ids=[20, 6, 5, 5, 7, 23], media=(plain,)),

@@ -4,7 +4,7 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
@@ -23,17 +23,16 @@ from nemo_gym.server_utils import get_response_json, raise_for_status
 from pydantic import ConfigDict, Field, PrivateAttr
 
 try:
-    from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse
+    from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse, ReverifyMode
+    from nemo_gym.judge import call_judge
 except ImportError:  # nemo-gym 0.4.0
-    BaseMultiRewardVerifyResponse = BaseVerifyResponse
+    BaseMultiRewardVerifyResponse, ReverifyMode, call_judge = BaseVerifyResponse, None, None
 
 # Gym starts this file as a script; outside a Gym checkout the folder above `resources_servers` is not on the path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from resources_servers.caption_qa.judge import JudgeReplyError
 from resources_servers.caption_qa.scoring import JudgeSettings, score_caption
-
-# Gym's rollout collection writes a result with this key beside the good ones and asks for it again on a resumed run
-FAILURE_CLASS_KEY = "_ng_failure_class"
 
 
 class CaptionQaConfig(BaseResourcesServerConfig):
@@ -44,6 +43,9 @@ class CaptionQaConfig(BaseResourcesServerConfig):
     judge_max_concurrency: judge requests in flight at once, over all rows.
     max_caption_chars, judge_attempts, judge_backoff_s, judge_timeout_s: see `JudgeSettings`.
     """
+
+    # the policy's answer is all that a score depends on; `gym eval reverify` asks the judge again
+    REVERIFY_MODE: ClassVar[Any] = ReverifyMode and ReverifyMode.STATELESS
 
     judge_model_server: ModelServerRef
     judge_responses_create_params: NeMoGymResponseCreateParamsNonStreaming
@@ -69,17 +71,20 @@ class CaptionQaVerifyRequest(CaptionQaRunRequest, BaseVerifyRequest):
 class CaptionQaVerifyResponse(BaseMultiRewardVerifyResponse):
     """The row with its reward.
 
-    A row that the judge could not be asked about has `error_class` `judge_unavailable`, Gym's failure mark, and
-    NeMo-RL's `instance_config.mask_sample`, so that neither takes its reward for a judgement.
+    A row that the judge could not be asked about has `error_class` `judge_unavailable` and the marks of
+    `failure_marks`, so that neither Gym nor NeMo-RL takes its reward for a judgement. `accuracy` is the share of right
+    answers, `net` what the answers are worth.
     """
 
     model_config = ConfigDict(extra="allow")
 
     reward_components: dict[str, float]
+    net: float
     accuracy: float
     format: float
     num_questions: int
     num_right: int
+    num_wrong: int
     num_cannot_answer: int
     num_unusable_replies: int
     caption_chars: int
@@ -117,13 +122,8 @@ class CaptionQaResourcesServer(SimpleResourcesServer):
         )
         fields = {**body.model_dump(), **score.as_fields()}
         if score.error_class == "judge_unavailable":
-            instance = fields.get("instance_config")
-            fields["instance_config"] = {
-                **(instance if isinstance(instance, dict) else {}),
-                "mask_sample": True,
-            }
-            fields[FAILURE_CLASS_KEY] = score.error_class
-        return CaptionQaVerifyResponse(**fields)
+            fields |= failure_marks(score.error, fields.get("instance_config"))
+        return CaptionQaVerifyResponse(**well_formed(fields))
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate without the rows that were not judged."""
@@ -136,11 +136,40 @@ class CaptionQaResourcesServer(SimpleResourcesServer):
         params = self.config.judge_responses_create_params.model_copy(
             update={"input": [NeMoGymEasyInputMessage(role="user", content=prompt)]}
         )
-        answered = await self.server_client.post(
-            server_name=self.config.judge_model_server.name, url_path="/v1/responses", json=params
-        )
-        await raise_for_status(answered)
-        return answer_text(NeMoGymResponse.model_validate(await get_response_json(answered)))
+        where = {
+            "server_name": self.config.judge_model_server.name,
+            "url_path": "/v1/responses",
+            "json": params,
+        }
+        if call_judge is not None:
+            response = await call_judge(self.server_client, **where, response_model=NeMoGymResponse)
+        else:
+            answered = await self.server_client.post(**where)
+            await raise_for_status(answered)
+            response = NeMoGymResponse.model_validate(await get_response_json(answered))
+        if response.incomplete_details is not None:
+            # what stands before the cut is reasoning as often as not
+            raise JudgeReplyError(
+                f"the reply was cut ({response.incomplete_details.reason}); if that is the token limit, raise "
+                "judge_responses_create_params.max_output_tokens"
+            )
+        return answer_text(response)
+
+
+def failure_marks(reason: str, instance_config: Any) -> dict[str, Any]:
+    """Fields by which a row without a judgement is known: Gym's (kept apart, repeated on resume and by `gym eval
+    reverify --judge-failed-only`) and NeMo-RL's (no loss), under the names of their older and newer versions."""
+    return {
+        "_ng_failure_class": "judge_failed",
+        "_ng_failure_judge_error": reason,
+        "failure_kind": "judge_failed",
+        "failure_reason": reason,
+        "mask_sample": True,
+        "instance_config": {
+            **(instance_config if isinstance(instance_config, dict) else {}),
+            "mask_sample": True,
+        },
+    }
 
 
 def answer_text(response: NeMoGymResponse) -> str:
@@ -151,6 +180,15 @@ def answer_text(response: NeMoGymResponse) -> str:
                 return item.content
             return "".join(part.text for part in item.content if getattr(part, "type", None) == "output_text")
     return ""
+
+
+def well_formed(value: Any) -> Any:
+    """`value` with every lone surrogate replaced: a policy can emit one, and no JSON response can carry it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -4,16 +4,20 @@
     python -m resources_servers.caption_qa.convert SAV_DIR --names names.json --out rows.jsonl
 
 SA-V names no object, so the names come from a file. The frames are those of `sav_tracks.convert`, whose options for
-media apply. Answers are read off the annotation; a question whose answer would be doubtful is not asked.
+media apply. Answers are read off the annotation; a question whose answer would be doubtful is not asked, and of each
+kind of question as many are kept with the one answer as with its opposite (`balance.py`).
 """
 
 import argparse
 import json
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from resources_servers.caption_qa.scoring import read_questions
+from resources_servers.caption_qa.balance import kept_questions
+from resources_servers.caption_qa.questions import read_questions
 from resources_servers.caption_qa.validate import AGENT
 from resources_servers.sav_tracks.convert import ConvertConfig, Media, convert_folder, write_rows
 from resources_servers.sav_tracks.truth import Task
@@ -28,7 +32,11 @@ _CLEAR = 150  # grid units; a smaller difference is not worth a question
 def caption_row(row: dict[str, Any]) -> dict[str, Any] | None:
     """The caption row for a `ref` row of `sav_tracks`, or None when no question has a clear answer."""
     truth = row["verifier_metadata"]
-    objects = [item for item in truth["objects"] if item.get("name")]
+    names = Counter(_folded(item.get("name")) for item in truth["objects"])
+    # of two objects with one name nobody could say which is asked about
+    objects = [
+        item for item in truth["objects"] if _folded(item.get("name")) and names[_folded(item["name"])] == 1
+    ]
     questions = [question for item in objects for question in _questions_about(item)]
     if len(objects) > 1:
         questions += _questions_between(objects)
@@ -83,8 +91,39 @@ def _questions_between(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]
         }
 
 
+def _folded(name: str | None) -> str:
+    return " ".join((name or "").split()).casefold()
+
+
 def _centre(box: list[int]) -> tuple[float, float]:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+
+
+def write_balanced(rows: Iterator[dict[str, Any]], out: Path) -> int:
+    """Write the rows with their kept questions, those without one left out; returns the number of rows written.
+
+    Which questions are kept depends on all rows, and these can be larger than memory: they wait in a file beside `out`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        waiting = Path(scratch) / "rows.jsonl"
+        asked = []
+        with waiting.open("w", encoding="utf-8") as file:
+            for row in rows:
+                asked.append(row["verifier_metadata"])
+                file.write(json.dumps(row) + "\n")
+        kept = kept_questions(asked)
+        with waiting.open(encoding="utf-8") as file:
+            return write_rows((row for row in map(json.loads, file) if _keep_questions(row, kept)), out)
+
+
+def _keep_questions(row: dict[str, Any], kept: set[tuple[str, str]]) -> bool:
+    """Drop the row's other questions in place; whether one is left."""
+    metadata = row["verifier_metadata"]
+    metadata["questions"] = [
+        item for item in metadata["questions"] if (metadata["row_id"], item["id"]) in kept
+    ]
+    return bool(metadata["questions"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = convert_folder(
             options.folder, frames_folder=options.out.parent / f"{options.out.stem}_frames", config=config
         )
-        num_rows = write_rows((row for row in map(caption_row, rows) if row is not None), options.out)
+        asked = (row for row in map(caption_row, rows) if row is not None)
+        num_rows = write_balanced(asked, options.out)
     except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print(f"{num_rows} rows written to {options.out}")

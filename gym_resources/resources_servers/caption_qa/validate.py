@@ -8,10 +8,11 @@ Rows of other environments in a mixed manifest are passed over. Stops at the fir
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from resources_servers.caption_qa.scoring import QuestionError, read_questions
+from resources_servers.caption_qa.questions import QuestionError, QuestionSet, read_questions
 
 AGENT = "caption_qa_simple_agent"
 
@@ -20,8 +21,8 @@ class RowError(ValueError):
     """A row that the server would score 0 with an error; names file, line and row."""
 
 
-def validate_file(path: Path) -> int:
-    """Number of checked rows; raises `RowError` for the first bad one, and for a file without any row of ours."""
+def read_rows(path: Path) -> Iterator[QuestionSet]:
+    """The questions of each row of ours; raises `RowError` for the first bad one, and for a file without any."""
     num_rows = 0
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -37,14 +38,18 @@ def validate_file(path: Path) -> int:
                 continue
             metadata = row.get("verifier_metadata")
             try:
-                read_questions(metadata)
+                yield read_questions(metadata)
             except QuestionError as error:
                 row_id = metadata.get("row_id") if isinstance(metadata, dict) else None
                 raise RowError(f"{path}:{number}: row {row_id!r}: {error}") from None
             num_rows += 1
     if num_rows == 0:
         raise RowError(f"{path}: no row for {AGENT}; expected 'agent_ref': {{'name': '{AGENT}'}}")
-    return num_rows
+
+
+def validate_file(path: Path) -> int:
+    """Number of checked rows; raises `RowError` as `read_rows`."""
+    return sum(1 for _ in read_rows(path))
 
 
 def _agent(row: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class GroupAssembly:
                     rollout.extra_reasons[Reason.EARLIER_TURN_RESIZED] = f"row {rollout.row_id!r}: {resize}"
             rollouts.append(rollout)
         seen: set[int] = set()
-        for index, segment, message, request in self._places:
+        for index, number, message, request in self._places:
             rollout, turn = rollouts[index], aligned[request]
             if request in seen:
                 # Its work was done once, for the first generation.
@@ -133,9 +134,9 @@ class GroupAssembly:
             rollout.aligned.append(turn)
             rollout.masked |= turn.report.neutral
             if turn.report.repaired:
-                rollout.repaired_segments.add(segment)
+                rollout.repaired_segments.add(number)
             if turn.changed:
-                attach_rollout_media(rollout.segments[segment].message_log[message], turn.tensors)
+                attach_rollout_media(rollout.segments[number].message_log[message], turn.tensors)
         for conversation, rollout in zip(self.conversations, rollouts, strict=True):
             self._reattach(conversation, rollout)
         return rollouts
@@ -161,9 +162,9 @@ def _keep_row(conversation: Conversation, grammar: Grammar) -> None:
     )
 
 
-def _static_message(conversation: Conversation, turn: UserTurn) -> dict:
+def _static_message(conversation: Conversation, turn: UserTurn) -> dict[str, Any]:
     """A user message with the static tensors of the media that its counterpart holds."""
-    message: dict = {"role": "user"}
+    message: dict[str, Any] = {"role": "user"}
     parts, seen = [], 0
     for media, static in zip(conversation.media, conversation.static, strict=True):
         if turn.first_media <= seen < turn.last_media:

@@ -14,8 +14,8 @@ from nemo_rl_ext.grpo.collecting.assembly import AlignmentOptions, GroupAssembly
 from nemo_rl_ext.grpo.collecting.buffer import TrajectoryBuffer
 from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
 from nemo_rl_ext.grpo.collecting.player import Conversation, Player, Sampling
-from nemo_rl_ext.grpo.collecting.prompts import media_by_turn
 from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.pool import AlignerPool
 

@@ -95,7 +95,7 @@ def _run_row(
         metadata = create["metadata"] = dict(create.get("metadata") or {})
         metadata["extra_body"] = json.dumps({**json.loads(metadata.get("extra_body", "{}")), **extra_body})
     try:
-        result = post_json(f"{servers.urls[name]}/run", body, timeout_s)
+        result = post_json(f"{servers.urls[str(name)]}/run", body, timeout_s)
         return _rollout(result)
     except urllib.error.HTTPError as error:
         detail = error.read(2000).decode("utf-8", "replace")

@@ -12,8 +12,9 @@ from typing import Any
 from nemo_rl_ext.grpo.collecting.gym import GymRollout, collect_rollouts, inline_images
 from nemo_rl_ext.grpo.collecting.gym_servers import GymServers
 from nemo_rl_ext.grpo.collecting.player import Conversation, Sampling, request_seed
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, media_by_turn
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sources import read_media_bytes

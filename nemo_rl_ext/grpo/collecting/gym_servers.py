@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -190,7 +190,7 @@ def post_json(url: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, 
     """POST to a server of this machine; raises `OSError` (`HTTPError` for an error status) or `ValueError`."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with _direct.open(request, timeout=timeout_s) as answer:
-        return json.loads(answer.read())
+        return cast(dict[str, Any], json.loads(answer.read()))
 
 
 def _server_urls(head_url: str) -> dict[str, str]:
@@ -221,7 +221,7 @@ def _answers(url: str) -> bool:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 def _environment(venv: Path, ray_dir: str) -> dict[str, str]:

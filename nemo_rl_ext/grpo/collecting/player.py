@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, media_by_turn
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult, VideoInput
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.aligner import StaticTurn
@@ -93,7 +94,7 @@ class Player:
         """The last answer as text, special tokens left out."""
         if not conversation.turns:
             return ""
-        return self.renderer.tokenizer.decode(conversation.turns[-1].token_ids, skip_special_tokens=True)
+        return str(self.renderer.tokenizer.decode(conversation.turns[-1].token_ids, skip_special_tokens=True))
 
     def _play_turn(self, played: list[list[Conversation]], turn: int, sampling: Sampling, step: int) -> None:
         """One engine request per distinct prompt: a group's first turn is one request with n samples."""

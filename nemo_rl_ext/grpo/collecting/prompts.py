@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 
 from nemo_rl_ext.guards.chat import mark_messages
 from nemo_rl_ext.guards.encode import SafeEncoder
-from nemo_rl_ext.manifest.rows import ImagePart, ManifestRow, MediaRef, Message, VideoPart
-from nemo_rl_ext.media.reader import MediaSource
+from nemo_rl_ext.manifest.row_media import template_content
+from nemo_rl_ext.manifest.rows import ManifestRow, Message
 
 _ANSWER = "\u241eanswer\u241e"
 """Stands for an assistant answer while a later turn is rendered; removed before tokenising."""
@@ -56,7 +55,7 @@ class PromptRenderer:
     def _text(self, chat: Sequence[dict[str, Any]]) -> str:
         """The template's text over marked content; only `_ids` may read it."""
         marked = mark_messages(self._encoder, chat)
-        return self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        return str(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
 
     def _ids(self, marked: str) -> np.ndarray:
         return np.array(self._encoder.encode_marked(marked).ids, dtype=np.int32)
@@ -64,61 +63,4 @@ class PromptRenderer:
 
 def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the form that chat templates take."""
-    return [{"role": message.role, "content": _content(message)} for message in messages]
-
-
-def _content(message: Message) -> str | list[dict[str, str]]:
-    if isinstance(message.content, str):
-        return message.content
-    parts: list[dict[str, str]] = []
-    in_video = None
-    for part in message.parts:
-        video = part.video_source if isinstance(part, ImagePart) and part.is_video_frame else None
-        if video is not None and video == in_video:
-            continue  # the frames of one cached video are one item of the prompt
-        in_video = video
-        if isinstance(part, VideoPart) or video is not None:
-            parts.append({"type": "video"})
-        elif isinstance(part, ImagePart):
-            parts.append({"type": "image"})
-        else:
-            parts.append({"type": "text", "text": part.text})
-    return parts
-
-
-def media_by_turn(row: ManifestRow) -> list[tuple[MediaSource, ...]]:
-    """The media of each turn's new messages, in prompt order; neighbouring frames of one source are one video."""
-    turns: list[list[MediaSource]] = [[] for _ in range(row.num_turns)]
-    for (turn, *_), refs in itertools.groupby(row.media_refs(), key=_item_key):
-        group = list(refs)
-        turns[turn].append(_source(row, group))
-    return [tuple(media) for media in turns]
-
-
-def _item_key(ref: MediaRef) -> tuple:
-    """Equal for the frames of one cached video, different for everything else."""
-    if ref.kind == "frame":
-        return ref.turn, ref.message_index, ref.video_source
-    return ref.turn, ref.message_index, ref.part_index
-
-
-def _source(row: ManifestRow, group: list[MediaRef]) -> MediaSource:
-    first = group[0]
-    if first.kind != "frame":
-        return MediaSource(
-            ref=first.ref,
-            kind=first.kind,
-            where=row.where,
-            num_frames=row.num_frames,
-            max_num_tiles=row.image_max_num_tiles,
-        )
-    indices = tuple(ref.frame_index for ref in group)
-    known = None not in indices and first.fps is not None
-    return MediaSource(
-        ref=first.video_source or first.ref,
-        kind="video",
-        where=row.where,
-        frame_refs=tuple(ref.ref for ref in group),
-        frame_indices=indices if known else None,
-        fps=first.fps if known else None,
-    )
+    return [{"role": message.role, "content": template_content(message)} for message in messages]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class FlatSequence:
     token_ids: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
-    media: tuple[dict[str, object], ...]
+    media: tuple[dict[str, Any], ...]
 
 
 def flatten(segment: Segment) -> FlatSequence:

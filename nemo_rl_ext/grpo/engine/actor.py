@@ -57,6 +57,7 @@ class _Stop:
 
 
 _Work = _Generate | _Update | _Stop
+_Owners = dict[str, tuple[_Generate, int]]
 
 
 class EngineActor:
@@ -91,7 +92,11 @@ class EngineActor:
         May be called from many threads at once; all running requests share the engine's steps. Raises
         EngineError when the engine is dead.
         """
-        return self._do(_Generate(list(requests))) if requests else []
+        if not requests:
+            return []
+        work = _Generate(list(requests))
+        self._send(work)
+        return work.future.result()
 
     def update_weights(
         self, weights: Mapping[str, torch.Tensor], version: int, in_flight: bool = True
@@ -102,11 +107,14 @@ class EngineActor:
         otherwise running requests finish first and requests that arrive meanwhile wait for the new weights.
         Raises ValueError, with nothing changed, when the names do not fit or `version` does not increase.
         """
-        return self._do(_Update(weights, version, in_flight))
+        work = _Update(weights, version, in_flight)
+        self._send(work)
+        return work.future.result()
 
     def version(self) -> int:
         """Version of the newest weights that the engine samples with."""
         self._require_alive()
+        assert self._engine is not None, "a running engine was loaded"
         return self._engine.version
 
     def health(self) -> dict[str, Any]:
@@ -130,7 +138,9 @@ class EngineActor:
         """Stop the engine; calls that wait get an EngineError. Idempotent."""
         if self._dead is None:
             try:
-                self._do(_Stop())
+                work = _Stop()
+                self._send(work)
+                work.future.result()
             except EngineError:
                 logger.debug("engine was gone before it was asked to stop")
         if self._thread is not None:
@@ -140,11 +150,10 @@ class EngineActor:
         if self._dead is not None:
             raise EngineError(f"the engine is not running: {self._dead}")
 
-    def _do(self, work: _Work) -> Any:
+    def _send(self, work: _Work) -> None:
         with self._lock:
             self._require_alive()
             self._inbox.put(work)
-        return work.future.result()
 
     def _run(self) -> None:
         """The engine's own thread."""
@@ -152,7 +161,7 @@ class EngineActor:
         try:
             from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
 
-            self._engine = VllmEngine(self._config)
+            self._engine = engine = VllmEngine(self._config)
         except BaseException as error:
             self._dead = f"start failed: {error}"
             is_users = isinstance(error, ValueError)
@@ -162,10 +171,10 @@ class EngineActor:
         self._dead = None
         self._started.set_result(time.perf_counter() - begin)
         waiting: deque[_Work] = deque()
-        owners: dict[str, tuple[_Generate, int]] = {}
+        owners: _Owners = {}
         reason = "shut down"
         try:
-            self._serve(waiting, owners)
+            self._serve(engine, waiting, owners)
         except BaseException as error:
             logger.exception("the engine died")
             reason = f"{type(error).__name__}: {error}"
@@ -180,11 +189,11 @@ class EngineActor:
                 else:
                     work.future.set_exception(EngineError(f"the engine stopped before it answered: {reason}"))
         try:
-            self._engine.shutdown()
+            engine.shutdown()
         except Exception:
             logger.exception("the engine did not shut down cleanly")
 
-    def _serve(self, waiting: deque[_Work], owners: dict[str, tuple[_Generate, int]]) -> None:
+    def _serve(self, engine: VllmEngine, waiting: deque[_Work], owners: _Owners) -> None:
         """Work in order of arrival until a stop; `waiting` and `owners` name what is unanswered."""
         while True:
             if not waiting and not owners:
@@ -198,34 +207,35 @@ class EngineActor:
                 if isinstance(work, _Update):
                     if owners and not work.in_flight:
                         break
-                    self._apply(work)
+                    _apply(engine, work)
                 else:
-                    self._add(work, owners)
+                    self._add(engine, work, owners)
                 waiting.popleft()
             if owners:
-                for name, result in self._engine.step():
-                    work, index = owners.pop(name)
+                for name, result in engine.step():
+                    call, index = owners.pop(name)
                     self._num_tokens += sum(len(sequence.token_ids) for sequence in result.outputs)
-                    work.put(index, result)
+                    call.put(index, result)
 
-    def _add(self, work: _Generate, owners: dict[str, tuple[_Generate, int]]) -> None:
+    def _add(self, engine: VllmEngine, work: _Generate, owners: _Owners) -> None:
         for index, request in enumerate(work.requests):
             self._num_requests += 1
             try:
-                owners[self._engine.add(request)] = (work, index)
+                owners[engine.add(request)] = (work, index)
             except ValueError as error:
                 logger.warning("%s", error)
                 self._num_refused += 1
-                work.put(index, self._engine.refuse(request, error))
+                work.put(index, engine.refuse(request, error))
 
-    def _apply(self, work: _Update) -> None:
-        begin = time.perf_counter()
-        try:
-            self._engine.load_weights(work.weights, work.version)
-        except ValueError as error:
-            work.future.set_exception(error)
-            return
-        work.future.set_result(time.perf_counter() - begin)
+
+def _apply(engine: VllmEngine, work: _Update) -> None:
+    begin = time.perf_counter()
+    try:
+        engine.load_weights(work.weights, work.version)
+    except ValueError as error:
+        work.future.set_exception(error)
+        return
+    work.future.set_result(time.perf_counter() - begin)
 
 
 def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency: int = 32) -> Any:
@@ -240,15 +250,12 @@ def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency
 
     from nemo_rl_ext.grpo.engine.vllm_setup import ENVIRONMENT
 
-    actor = (
-        ray.remote(EngineActor)
-        .options(
-            num_cpus=num_cpus,
-            max_concurrency=max_concurrency,
-            runtime_env={"env_vars": dict(ENVIRONMENT)},
-        )
-        .remote(config)
-    )
+    options = {
+        "num_cpus": num_cpus,
+        "max_concurrency": max_concurrency,
+        "runtime_env": {"env_vars": dict(ENVIRONMENT)},
+    }
+    actor: Any = ray.remote(EngineActor).options(**options).remote(config)
     try:
         ray.get(actor.start.remote())
     except ray.exceptions.RayTaskError as error:

@@ -43,14 +43,16 @@ class EngineClient:
 
     def health(self) -> dict[str, Any]:
         """The engine's account of itself."""
-        return self._call(lambda actor: actor.health.remote())
+        account: dict[str, Any] = self._call(lambda actor: actor.health.remote())
+        return account
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order. Requests are generated again when the engine dies under them."""
         if not requests:
             return []
         reference = ray.put(list(requests))
-        return self._call(lambda actor: actor.generate.remote(reference))
+        results: list[GenerationResult] = self._call(lambda actor: actor.generate.remote(reference))
+        return results
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int, *, in_flight: bool) -> None:
         """Hand over new weights; requests in flight continue on them, or finish first when `in_flight` is false."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl_ext.grpo.engine.config import EngineConfig
-
-if TYPE_CHECKING:
-    import torch
 
 ENVIRONMENT = {
     # The engine core in this process: no child to outlive us, and the model within reach for new weights.
@@ -51,7 +48,7 @@ def keep_weights_in_place() -> None:
         utils.dispatch_cpu_unquantized_gemm = _compute_unpacked
 
 
-def _compute_unpacked(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _compute_unpacked(layer: Any, remove_weight: bool) -> None:
     """In place of `dispatch_cpu_unquantized_gemm`; a convolution or an expert needs no `cpu_linear`."""
     import torch
 

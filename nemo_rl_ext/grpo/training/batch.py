@@ -13,7 +13,7 @@ TokenSet = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowMedia:
+class PolicyMedia:
     """Pixels of some images and videos in transformers' `nemotron_h_omni` layout, in prompt order.
 
     `pixel_values` is `[num_patches, 3 * patch_size**2]`, the items one after the other, a clip frame by frame;
@@ -32,11 +32,11 @@ class PolicyRow:
 
     `token_ids` is `[tokens]`. `sampled` is `[tokens]` bool, true where the policy drew the token (None: no
     token is singled out). `allowed_token_ids` is the set that the engine drew from (None: the vocabulary).
-    Rows that share media share the `RowMedia` objects; the forward then encodes them once.
+    Rows that share media share the `PolicyMedia` objects; the forward then encodes them once.
     """
 
     token_ids: np.ndarray | torch.Tensor | Sequence[int]
-    media: tuple[RowMedia, ...] = ()
+    media: tuple[PolicyMedia, ...] = ()
     sampled: np.ndarray | torch.Tensor | Sequence[bool] | None = None
     allowed_token_ids: TokenSet | None = None
 
@@ -86,7 +86,7 @@ class PolicyBatch:
         if (self.pixel_values is None) != (self.image_grid_hw is None):
             raise ValueError("pixel_values and image_grid_hw come together: one of them is missing")
         num_uses = sum(self.images_per_row)
-        if self.image_grid_hw is None:
+        if self.image_grid_hw is None or self.pixel_values is None:
             if num_uses:
                 raise ValueError(f"images_per_row names {num_uses} images but there are no pixel_values")
             return
@@ -110,7 +110,7 @@ class PolicyBatch:
         """Rows `start` to `stop` with the images they use, each once; the padded length stays."""
         pixel_values = image_grid_hw = image_index = num_frames = None
         counts = self.images_per_row[start:stop]
-        if sum(counts):
+        if sum(counts) and self.pixel_values is not None and self.image_grid_hw is not None:
             first = sum(self.images_per_row[:start])
             wanted = slice(first, first + sum(counts))
             uses = torch.arange(len(self.image_grid_hw)) if self.image_index is None else self.image_index
@@ -154,9 +154,7 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
     seq = max(lengths)
     input_ids = torch.full((len(rows), seq), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros((len(rows), seq), dtype=torch.bool)
-    sampled_mask = None
-    if any(row.sampled is not None for row in rows):
-        sampled_mask = torch.zeros((len(rows), seq - 1), dtype=torch.bool)
+    masks = torch.zeros((len(rows), seq - 1), dtype=torch.bool)
     for i, (row, tokens) in enumerate(zip(rows, ids, strict=True)):
         input_ids[i, : len(tokens)] = tokens
         attention_mask[i, : len(tokens)] = True
@@ -166,10 +164,10 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
                 raise ValueError(
                     f"row {i}: the sampled mask has {len(sampled)} entries for {len(tokens)} tokens"
                 )
-            sampled_mask[i, : len(tokens) - 1] = sampled[1:]
+            masks[i, : len(tokens) - 1] = sampled[1:]
 
     first_image: dict[int, int] = {}
-    unique: list[RowMedia] = []
+    unique: list[PolicyMedia] = []
     image_index: list[int] = []
     images_per_row: list[int] = []
     num_images = 0
@@ -191,7 +189,7 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
         num_frames=_num_frames(unique),
         images_per_row=tuple(images_per_row),
         image_index=torch.tensor(image_index, dtype=torch.int64) if num_images else None,
-        sampled_mask=sampled_mask,
+        sampled_mask=masks if any(row.sampled is not None for row in rows) else None,
         allowed_token_ids=(
             tuple(row.allowed_token_ids for row in rows)
             if any(row.allowed_token_ids is not None for row in rows)
@@ -200,7 +198,7 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
     )
 
 
-def _num_frames(media: Sequence[RowMedia]) -> torch.Tensor | None:
+def _num_frames(media: Sequence[PolicyMedia]) -> torch.Tensor | None:
     """Frames of every item, 0 for images; None where there is no clip at all."""
     if all(item.num_frames is None for item in media):
         return None

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from nemo_rl_ext.models.checkpoint import CheckpointInfo, require_checkpoint
 from nemo_rl_ext.models.vision import encode_media
 from nemo_rl_ext.models.weights import LAYER_SCALE, to_engine_names
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16"]
@@ -29,7 +32,7 @@ class Policy:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         info: CheckpointInfo,
         *,
         precision: Precision,
@@ -43,8 +46,10 @@ class Policy:
         self.info = info
         self.precision = precision
         self.max_grad_norm = max_grad_norm
-        self.trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.masters = self.trainable
+        self.trainable: dict[str, torch.Tensor] = {
+            name: value for name, value in model.named_parameters() if value.requires_grad
+        }
+        self.masters: dict[str, torch.Tensor] = self.trainable
         if precision == "bfloat16":
             # Steps of lr 1e-5 vanish in bfloat16's 8 bits of mantissa.
             self.masters = {name: value.detach().float() for name, value in self.trainable.items()}
@@ -166,10 +171,10 @@ class Policy:
         """Logits `[batch, seq, vocab]` of right-padded `ids`; what is causal never sees the padding."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        context = ids == self.model.image_token_id
+        context = torch.eq(ids, self.model.image_token_id)
         encoded = None
         features_per_row = torch.zeros(len(batch), dtype=torch.int64)
-        if batch.pixel_values is not None:
+        if batch.pixel_values is not None and batch.image_grid_hw is not None:
             features = encode_media(self.model, batch.pixel_values, batch.image_grid_hw, batch.num_frames)
             index = torch.arange(len(batch.image_grid_hw)) if batch.image_index is None else batch.image_index
             used = tuple(features[i] for i in index.tolist())
@@ -182,7 +187,7 @@ class Policy:
             raise ValueError(
                 f"Got 0 feature vectors for {int(context.sum())} placeholder tokens (id {self.model.image_token_id})"
             )
-        logits = self.model(input_ids=ids, mm_encoder_outputs=encoded, use_cache=False).logits
+        logits: torch.Tensor = self.model(input_ids=ids, mm_encoder_outputs=encoded, use_cache=False).logits
         # The forward counts over the whole batch, where one row's surplus can hide another's lack.
         per_row = context.sum(-1)
         if bad := torch.nonzero(per_row != features_per_row).flatten().tolist():
@@ -247,7 +252,7 @@ class Policy:
         self._masters_to_model()
 
 
-def _round_features_as_engine(module: torch.nn.Module, args: object, output: object) -> object:
+def _round_features_as_engine(module: torch.nn.Module, args: object, output: Any) -> Any:
     """vLLM rounds the vision tower's output to bfloat16, whatever the model's dtype (`nano_nemotron_vl.py`,
     `extract_feature_dynamic`). Doing the same takes that rounding out of the log-prob gap, which then shows
     wrong pixels instead of noise."""

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.collecting.rollouts import FlatSequence, PromptGroup, Rollout, flatten
-from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyRow, RowMedia, collate
+from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyMedia, PolicyRow, collate
 from nemo_rl_ext.grpo.training.config import LossConfig
 from nemo_rl_ext.grpo.training.loss import clipped_policy_loss
 from nemo_rl_ext.grpo.training.policy import Policy
@@ -55,7 +55,7 @@ def train_step(
         ValueError: the forward's own count check, when media do not fit a row's tokens.
     """
     rows = _rows(groups, normalize=normalize_rewards)
-    media: dict[int, RowMedia] = {}
+    media: dict[int, PolicyMedia] = {}
     batch = collate(
         [_policy_row(row.sequence, sampling, media) for row in rows],
         pad_token_id=0,
@@ -123,13 +123,13 @@ def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float, genera
     ]
 
 
-def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, RowMedia]) -> PolicyRow:
+def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, PolicyMedia]) -> PolicyRow:
     """Rows that share tensors share the object, so that the forward encodes them once."""
     tensors = []
     for values in sequence.media:
         pixels = values["pixel_values"].as_tensor()
         if id(pixels) not in media:
-            media[id(pixels)] = RowMedia(**{key: value.as_tensor() for key, value in values.items()})
+            media[id(pixels)] = PolicyMedia(**{key: value.as_tensor() for key, value in values.items()})
         tensors.append(media[id(pixels)])
     return PolicyRow(
         token_ids=sequence.token_ids,
@@ -158,7 +158,7 @@ def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling:
 def _measure_gaps(
     policy: Policy,
     rows: Sequence[_Row],
-    media: dict[int, RowMedia],
+    media: dict[int, PolicyMedia],
     sampling: Sampling,
     micro_batch_size: int,
     metrics: AlignmentMetrics,

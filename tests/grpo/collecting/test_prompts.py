@@ -2,7 +2,8 @@
 import numpy as np
 import pytest
 
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, media_by_turn
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
+from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, build_byte_tokenizer
 

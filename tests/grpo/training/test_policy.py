@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyRow, RowMedia, collate
+from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyMedia, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.tokenizer import IMAGE_ID, PAD_ID, SPECIAL_TOKENS, VOCAB_SIZE
@@ -20,10 +20,10 @@ def policy(tiny_checkpoint) -> Policy:
     return Policy.from_pretrained(tiny_checkpoint)
 
 
-def media(*grids: tuple[int, int], seed: int = 0) -> RowMedia:
+def media(*grids: tuple[int, int], seed: int = 0) -> PolicyMedia:
     generator = torch.Generator().manual_seed(seed)
     num_patches = sum(height * width for height, width in grids)
-    return RowMedia(
+    return PolicyMedia(
         pixel_values=torch.randn(num_patches, 3 * 16 * 16, generator=generator),
         image_grid_hw=torch.tensor(grids),
     )

@@ -115,7 +115,11 @@ def test_an_outage_is_no_wrong_answer_and_no_error_status(client, judge, make_ro
     )
     assert answered.status_code == 200
     found = answered.json()
-    assert found["error_class"] == found["_ng_failure_class"] == "judge_unavailable"
+    assert found["error_class"] == "judge_unavailable"
+    assert (
+        found["_ng_failure_class"] == found["failure_kind"] == "judge_failed" and found["mask_sample"] is True
+    )
+    assert found["_ng_failure_judge_error"] == found["failure_reason"] == found["error"]
     assert found["instance_config"] == {"k": 1, "mask_sample": True}
     assert "503 Service Unavailable" in found["error"]
     assert len(judge.sent) == 6
@@ -129,13 +133,43 @@ def test_a_reply_that_is_no_response_is_an_outage(client, judge, make_row):
     )
 
 
-def test_a_judge_without_text_is_an_unusable_reply(client, judge, make_row):
-    judge.reply = lambda prompt: FakeHttpReply(response())
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (response(), "the reply is empty"),
+        (response(message("")), "the reply is empty"),
+        (response(message("<think>It says")), "ends inside its reasoning"),
+        (
+            response(message("Answer: A")) | {"incomplete_details": {"reason": "max_output_tokens"}},
+            "raise judge_resp",
+        ),
+    ],
+)
+def test_a_judge_that_says_nothing_or_is_cut_has_failed(client, judge, make_row, reply, words):
+    judge.reply = lambda prompt: FakeHttpReply(reply)
     found = client.post("/verify", json=body(make_row(1), message("x"))).json()
-    assert (found["accuracy"], found["num_unusable_replies"], found["error"]) == (0.0, 1, None)
+    assert found["error_class"] == "judge_unavailable" and words in found["error"]
+    assert len(judge.sent) == 3
+
+
+def test_a_judge_s_plain_text_is_read(client, judge, make_row):
     plain = {"type": "message", "role": "assistant", "content": "Answer: Z"}
     judge.reply = lambda prompt: FakeHttpReply(response(plain))
-    assert client.post("/verify", json=body(make_row(1), message("x"))).json()["num_unusable_replies"] == 1
+    found = client.post("/verify", json=body(make_row(1), message("x"))).json()
+    assert (found["net"], found["num_unusable_replies"], found["error"]) == (0.0, 1, None)
+
+
+@pytest.mark.parametrize("text", ["A blue disc \ud83d.", "\udc00", "<think>\ud800</think>A blue disc."])
+def test_a_lone_surrogate_is_scored_and_not_an_error_status(client, judge, make_row, text):
+    sent = json.dumps(
+        body({**make_row(1), "note": "\ud800"}, message(text), more={"\udfff": ["\ud800", 1.5, None]})
+    )
+    answered = client.post("/verify", content=sent, headers={"content-type": "application/json"})
+    assert answered.status_code == 200
+    found = answered.json()
+    assert (found["accuracy"], found["error"]) == (1.0, None)
+    assert found["more"] == {"?": ["?", 1.5, None]}
+    assert all(params.model_dump_json().encode() for _, _, params in judge.sent)
 
 
 @pytest.mark.parametrize("output", [[], [message("")]])
@@ -163,5 +197,15 @@ def test_rows_that_were_not_judged_stay_out_of_the_averages(client, judge, make_
     rows = [{**row, "_ng_task_index": i, "_ng_rollout_index": 0} for i, row in enumerate((good, lost))]
     metrics = client.post("/aggregate_metrics", json={"verify_responses": rows}).json()["agent_metrics"]
     assert metrics["mean/reward"] == 1.0 and metrics["num_judge_unavailable"] == 1
+    assert metrics["mean/net"] == 1.0
     none = client.post("/aggregate_metrics", json={"verify_responses": rows[1:]}).json()["agent_metrics"]
     assert none == {"num_judge_unavailable": 1}
+
+
+def test_a_newer_gym_may_verify_stored_rollouts_again(client):
+    from nemo_gym import base_resources_server
+
+    if not hasattr(base_resources_server, "ReverifyMode"):
+        assert CaptionQaConfig.REVERIFY_MODE is None
+    else:
+        assert client.get("/reverify_mode").json() == "stateless"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 from resources_servers.caption_qa import convert, validate
+from resources_servers.caption_qa.balance import kept_questions
 from resources_servers.caption_qa.convert import caption_row
 
 FRAME = {"type": "input_image", "image_url": "data:image/jpeg;base64,", "detail": "auto"}
@@ -45,6 +47,50 @@ def test_questions_are_read_off_the_tracks():
 def test_a_doubtful_direction_is_not_asked(end, direction):
     item = {"id": "0", "name": "disc", "boxes": [[400, 450, 500, 550], end]}
     assert answers(caption_row(tracks_row(item))).get("0-direction") == direction
+
+
+def test_objects_that_share_a_name_are_not_asked_about():
+    disc = {"id": "0", "name": "White  dog", "boxes": [[0, 0, 100, 100], [600, 50, 700, 150]]}
+    twin = {"id": "1", "name": "white dog", "boxes": [[500, 800, 600, 900], None]}
+    cat = {"id": "2", "name": "cat", "boxes": [[0, 0, 9, 9]] * 2}
+    assert set(answers(caption_row(tracks_row(disc, twin, cat)))) == {"2-hidden"}
+    assert caption_row(tracks_row(disc, twin)) is None
+
+
+def test_of_each_kind_as_many_questions_are_kept_as_have_the_opposite_answer():
+    def row(number, **answers):
+        questions = [
+            {"id": f"{i}-{kind}", "answer": answer} for i, (kind, answer) in enumerate(answers.items())
+        ]
+        return {"row_id": f"r{number}", "questions": questions}
+
+    rows = [row(i, hidden=0, direction=2) for i in range(30)] + [
+        row(i, hidden=1, direction=3) for i in range(30, 40)
+    ]
+    rows += [row(40, direction=1)]
+    kept = kept_questions(rows)
+    answers = Counter(
+        (item["id"].rpartition("-")[2], item["answer"])
+        for row in rows
+        for item in row["questions"]
+        if (row["row_id"], item["id"]) in kept
+    )
+    assert answers == {("hidden", 0): 10, ("hidden", 1): 10, ("direction", 2): 10, ("direction", 3): 10}
+    assert kept == kept_questions(rows[::-1])
+
+
+def test_rows_that_keep_no_question_are_left_out(tmp_path):
+    still = {"id": "0", "name": "disc", "boxes": [[0, 0, 9, 9]] * 2}
+    gone = {"id": "0", "name": "disc", "boxes": [[0, 0, 9, 9], None]}
+    rows = [caption_row(tracks_row(item)) for item in (still, gone, still)]
+    for number, row in enumerate(rows):
+        row["verifier_metadata"]["row_id"] = f"r{number}"
+    out = tmp_path / "new" / "rows.jsonl"
+    assert convert.write_balanced(iter(rows), out) == 2
+    assert [path.name for path in out.parent.iterdir()] == ["rows.jsonl"]
+    assert (
+        len([answer for row in map(json.loads, out.read_text().splitlines()) for answer in answers(row)]) == 2
+    )
 
 
 def test_rows_without_names_or_without_a_clear_order_ask_nothing_about_it():
