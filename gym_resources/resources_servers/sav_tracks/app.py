@@ -3,7 +3,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
@@ -16,9 +16,9 @@ from nemo_gym.openai_utils import NeMoGymResponse
 from pydantic import ConfigDict, PrivateAttr
 
 try:
-    from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse
+    from nemo_gym.base_resources_server import BaseMultiRewardVerifyResponse, ReverifyMode
 except ImportError:  # nemo-gym 0.4.0
-    BaseMultiRewardVerifyResponse = BaseVerifyResponse
+    BaseMultiRewardVerifyResponse, ReverifyMode = BaseVerifyResponse, None
 
 # Gym starts this file as a script; outside a Gym checkout the folder above `resources_servers` is not on the path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -33,6 +33,9 @@ class SavTracksConfig(BaseResourcesServerConfig):
     region_metrics: report J, F and J&F where a row carries masks; the costly part of a request.
     cache_megabytes: memory for decoded ground truth; every generation of a row shares one entry.
     """
+
+    # a score depends on the answer and the row alone
+    REVERIFY_MODE: ClassVar[Any] = ReverifyMode and ReverifyMode.STATELESS
 
     region_metrics: bool = True
     cache_megabytes: int = 256
@@ -59,6 +62,7 @@ class SavTracksVerifyResponse(BaseMultiRewardVerifyResponse):
     accuracy: float
     format: float
     task: str | None = None
+    dropped: dict[str, int]
     error: str | None = None
     error_class: str | None = None
 
@@ -82,7 +86,7 @@ class SavTracksResourcesServer(SimpleResourcesServer):
             cache=self._cache,
             region_metrics=self.config.region_metrics,
         )
-        return SavTracksVerifyResponse(**{**body.model_dump(), **score.as_fields()})
+        return SavTracksVerifyResponse(**well_formed({**body.model_dump(), **score.as_fields()}))
 
 
 def answer_text(response: NeMoGymResponse) -> str:
@@ -93,6 +97,15 @@ def answer_text(response: NeMoGymResponse) -> str:
                 return item.content
             return "".join(part.text for part in item.content if getattr(part, "type", None) == "output_text")
     return ""
+
+
+def well_formed(value: Any) -> Any:
+    """`value` with every lone surrogate replaced: a policy can emit one, and no JSON response can carry it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

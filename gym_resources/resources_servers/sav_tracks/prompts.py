@@ -3,21 +3,14 @@
 
 from typing import Any
 
+from resources_servers.sav_tracks.answer import Shape
 from resources_servers.sav_tracks.truth import Task
 
 _PLACE = {
-    Task.BOX: 'a box "box": [x1, y1, x2, y2] (left, top, right, bottom)',
-    Task.REF: 'a box "box": [x1, y1, x2, y2] (left, top, right, bottom)',
-    Task.PT: 'a point "point": [x, y] that lies on the object',
+    Shape.BOX: 'a box "box": [x1, y1, x2, y2] (left, top, right, bottom)',
+    Shape.POINT: 'a point "point": [x, y] that lies on the object',
 }
-_EXAMPLE = {
-    Task.BOX: '{"tracks": [{"id": "1", "frames": [{"frame": 0, "box": [105, 220, 340, 615]}, '
-    '{"frame": 1, "visible": false}]}]}',
-    Task.REF: '{"tracks": [{"id": "1", "name": "brown dog", "frames": [{"frame": 0, "box": [105, 220, 340, 615]}, '
-    '{"frame": 1, "visible": false}]}]}',
-    Task.PT: '{"tracks": [{"id": "1", "frames": [{"frame": 0, "point": [222, 418]}, '
-    '{"frame": 1, "visible": false}]}]}',
-}
+_EXAMPLE = {Shape.BOX: '"box": [105, 220, 340, 615]', Shape.POINT: '"point": [222, 418]'}
 
 
 def instruction(task: Task, *, num_frames: int, objects: list[dict[str, Any]]) -> str:
@@ -29,14 +22,16 @@ def instruction(task: Task, *, num_frames: int, objects: list[dict[str, Any]]) -
     frames = f"frames 0 to {num_frames - 1}" if num_frames > 1 else "frame 0"
     if task is Task.REF:
         count = f"{len(objects)} objects" if len(objects) > 1 else "1 object"
-        subject = f"Find the {count} tracked through {frames}; give each an id and a short name."
+        subject = f"Find the {count} tracked through {frames}; give each an id."
     else:
         subject = f"Track these objects through {frames}:\n" + "\n".join(_introduce(item) for item in objects)
     return (
         f"{subject}\n"
-        f'For every frame give either {_PLACE[task]}, or "visible": false when the object cannot be seen. '
+        f'For every frame give either {_PLACE[task.shape]}, or "visible": false when the object cannot be seen. '
         "Coordinates are integers from 0 to 1000, measured from the top left corner across the whole frame. "
-        f"Answer with one JSON object of this form and nothing after it:\n{_EXAMPLE[task]}"
+        "Answer with one JSON object of this form and nothing after it:\n"
+        f'{{"tracks": [{{"id": "1", "frames": [{{"frame": 0, {_EXAMPLE[task.shape]}}}, '
+        '{"frame": 1, "visible": false}]}]}'
     )
 
 

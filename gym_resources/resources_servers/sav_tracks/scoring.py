@@ -11,7 +11,8 @@ claiming absence everywhere earns nothing, and silence about an absent object ea
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,13 @@ SUCCESS_THRESHOLDS = np.linspace(0, 1, 21)
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Result of one answer; `metrics` are reported, not rewarded."""
+    """Result of one answer; `metrics` are reported, not rewarded, `dropped` counts what broke which rule."""
 
     accuracy: float = 0.0
     format: float = 0.0
     metrics: dict[str, float]
     task: str | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
     error_class: str | None = None
 
@@ -64,6 +66,7 @@ class Score:
             "accuracy": self.accuracy,
             "format": self.format,
             "task": self.task,
+            "dropped": dict(self.dropped),
             "error": self.error,
             "error_class": self.error_class,
             **self.metrics,
@@ -100,14 +103,17 @@ def _score(text: Any, truth: GroundTruth, region_metrics: bool) -> Score:
     )
     matched = _match(truth, answer, scores)
     num_extra = answer.num_tracks - len(matched)
+    format = _format(truth, answer)
+    error = answer.problem.value if answer.problem else _why_nothing(answer) if format == 0 else None
     accuracy = sum(float(scores[i, j]) for i, j in matched.items()) / (len(truth.objects) + num_extra)
     return Score(
         accuracy=accuracy,
-        format=_format(truth, answer),
+        format=format,
         metrics=_metrics(truth, answer, matched, quality, num_extra, region_metrics),
         task=truth.task.value,
-        error=answer.problem.value if answer.problem else None,
-        error_class="answer" if answer.problem else None,
+        dropped={fault.value: count for fault, count in answer.dropped.items()},
+        error=error,
+        error_class="answer" if error else None,
     )
 
 
@@ -164,9 +170,14 @@ def _format(truth: GroundTruth, answer: Answer) -> float:
         and all(track.is_complete for track in answer.tracks)
         and all(ids)
         and len(set(ids)) == len(ids)
-        and (truth.task is Task.REF or set(ids) == asked)
+        and (len(ids) == len(asked) if truth.task is Task.REF else set(ids) == asked)
     )
     return 1.0 if complete else 0.5
+
+
+def _why_nothing(answer: Answer) -> str:
+    """The most frequent fault of an answer that has nothing usable in it."""
+    return max(answer.dropped, key=answer.dropped.get).value if answer.dropped else "no_usable_track"
 
 
 def _metrics(
@@ -177,16 +188,12 @@ def _metrics(
     num_extra: int,
     region_metrics: bool,
 ) -> dict[str, float]:
-    placed, absences, named = [], [], []
+    placed, absences = [], []
     for i, item in enumerate(truth.objects):
         track = answer.tracks[matched[i]] if i in matched else None
         shown, hidden = item.visible & item.scored, ~item.visible & item.scored
         placed.append(quality[i, matched[i], shown] if track else np.zeros(int(shown.sum())))
         absences.append(track.absent[hidden] if track else np.zeros(int(hidden.sum())))
-        if item.name is not None and truth.task is Task.REF:
-            named.append(
-                track is not None and (track.name or "").strip().casefold() == item.name.strip().casefold()
-            )
     qualities, claims = np.concatenate(placed), np.concatenate(absences)
     found = {
         "num_objects": len(truth.objects),
@@ -205,8 +212,6 @@ def _metrics(
     if region_metrics and truth.task.shape is Shape.BOX and truth.regions:
         found["J"], found["F"] = _region_scores(truth, answer, matched)
         found["J&F"] = (found["J"] + found["F"]) / 2
-    if named:
-        found["name_accuracy"] = float(np.mean(named))
     return {f"{truth.task.value}/{name}": float(value) for name, value in found.items()}
 
 

@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from resources_servers.sav_tracks.answer import Problem, Shape, max_characters, parse_answer
+from resources_servers.sav_tracks.answer import Fault, Problem, Shape, max_characters, parse_answer
 
 GOOD = '{"tracks": [{"id": "1", "frames": [{"frame": 0, "box": [1, 2, 30, 40]}, {"frame": 1, "visible": false}]}]}'
 
@@ -23,6 +23,17 @@ def parse(text, **limits):
         GOOD.replace('{"tracks"', '{\n  "tracks"'),
         GOOD.replace('"1"', "1"),
         '{"note": "x", ' + GOOD[1:],
+        '{"note": "x{y", ' + GOOD[1:],
+        'It {moves}. {"note": "x", "sure": true, ' + GOOD[1:],
+        'It {moves}. {"note": "x", "note": "y", ' + GOOD[1:],
+        '{"note": "' + "[" * 100 + '", ' + GOOD[1:],
+        '{"note": "' + '\\"{' * 100 + '", ' + GOOD[1:],
+        GOOD[:-1] + ', "note": "' + "[{" * 5000 + '"}',
+        GOOD + "[" * 100,
+        GOOD + ' "' + "[" * 100,
+        GOOD.replace('"visible": false', '"visible": false, "box": null'),
+        GOOD.replace('"visible": false', '"box": [], "visible": false'),
+        GOOD.replace('"visible": false', '"visible": false, "note": 1, "note": 2'),
         "x" * 600_000 + GOOD,
     ],
 )
@@ -103,13 +114,55 @@ def test_a_frame_listed_twice_is_not_answered_and_strays_are_extra():
     assert not track.coordinates.any()
 
 
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ("3", Fault.NO_ENTRY),
+        ('{"frame": 7, "visible": false}', Fault.OTHER_FRAME),
+        ('{"visible": false}', Fault.OTHER_FRAME),
+        ('{"frame": 0, "visible": false}, {"frame": 0, "visible": false}', Fault.FRAME_TWICE),
+        ('{"frame": 0}', Fault.NO_PLACE),
+        ('{"frame": 0, "box": null}', Fault.NO_PLACE),
+        ('{"frame": 0, "visible": true, "box": null}', Fault.NO_PLACE),
+        ('{"frame": 0, "frame": 0, "visible": false}', Fault.REPEATED_KEY),
+        ('{"frame": 0, "visible": false, "visible": true, "box": [1, 2, 3, 4]}', Fault.REPEATED_KEY),
+        ('{"frame": 0, "box": [1, 2, 3, 4], "box": [5, 6, 7, 8]}', Fault.REPEATED_KEY),
+    ],
+)
+def test_a_dropped_entry_is_named_and_costs_no_other(entry, fault):
+    answer = parse('{"tracks": [{"id": "1", "frames": [{"frame": 1, "visible": false}, ' + entry + "]}]}")
+    (track,) = answer.tracks
+    assert answer.problem is None and answer.dropped == {fault: 1}
+    assert not track.visible.any() and track.absent.tolist() == [False, True] and not track.is_complete
+
+
+@pytest.mark.parametrize(
+    ("track", "fault"),
+    [
+        ("3", Fault.NO_TRACK),
+        ('{"id": "2"}', Fault.NO_TRACK),
+        ('{"id": "2", "id": "3", "frames": []}', Fault.REPEATED_KEY),
+        ('{"id": "2", "frames": [], "frames": []}', Fault.REPEATED_KEY),
+    ],
+)
+def test_a_dropped_track_is_named_and_costs_no_other(track, fault):
+    answer = parse(GOOD[:-2] + f", {track}]}}")
+    assert answer.dropped == {fault: 1} and answer.num_tracks == 2
+    assert len(answer.tracks) == 1 and answer.tracks[0].is_complete
+
+
+def test_a_place_that_is_said_to_be_invisible_is_neither():
+    (track,) = parse(GOOD.replace('"visible": false', '"visible": false, "box": [1, 2, 3, 4]')).tracks
+    assert track.visible.tolist() == [True, False] and not track.absent.any()
+
+
 def test_unreadable_tracks_are_counted():
     answer = parse(
         '{"tracks": [3, {"id": "1"}, {"id": "1", "frames": 5}, {"id": [], "name": 4, "frames": []}]}'
     )
     assert answer.num_tracks == 4
     (track,) = answer.tracks
-    assert track.id is None and track.name is None
+    assert track.id is None
 
 
 def test_only_a_bounded_number_of_tracks_is_read():

@@ -94,3 +94,23 @@ def test_responses_are_valid_json_numbers(client, make_row):
         "/verify", json=body(make_row("box", {"1": [BOX]}), message('{"tracks": [NaN, Infinity]}'))
     )
     json.loads(answered.text, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize("note", ["\ud83d", "\udc00x", "\ud800\ud800"])
+def test_a_lone_surrogate_is_scored_and_not_an_error_status(client, make_row, make_answer, note):
+    text = make_answer({"1": [BOX]}, names={"1": note})
+    thinking = {"id": "x", "type": "reasoning", "summary": [{"type": "summary_text", "text": note}]}
+    row = make_row("box", {"1": [BOX]}, note=note)
+    for said in (text, f"{note}{text}{note}", text.encode("ascii").decode("unicode_escape")):
+        sent = json.dumps(body(row, thinking, message(said)))
+        answered = client.post("/verify", content=sent, headers={"content-type": "application/json"})
+        assert (answered.status_code, answered.json()["reward"]) == (200, 1.0)
+
+
+def test_a_newer_gym_may_verify_stored_rollouts_again(client):
+    from nemo_gym import base_resources_server
+
+    if not hasattr(base_resources_server, "ReverifyMode"):
+        assert SavTracksConfig.REVERIFY_MODE is None
+    else:
+        assert client.get("/reverify_mode").json() == "stateless"

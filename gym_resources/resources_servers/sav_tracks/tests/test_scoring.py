@@ -62,11 +62,15 @@ def test_extra_tracks_duplicate_ids_and_stray_frames_cost(make_row, make_answer)
 def test_ref_matches_ids_by_the_best_assignment(make_row, make_answer):
     truth = {"a": [LEFT, LEFT], "b": [RIGHT, RIGHT]}
     row = make_row("ref", truth, names={"a": "Red disc", "b": "blue square"})
-    named = {"7": "blue square", "3": " red disc "}
-    good = score_answer(make_answer({"7": truth["b"], "3": truth["a"]}, names=named), row)
-    assert good.reward == 1.0 and good.metrics["ref/name_accuracy"] == 1.0
+    good = score_answer(make_answer({"7": truth["b"], "3": truth["a"]}), row)
+    assert good.reward == 1.0
+    # a name is not asked for and does no harm
+    named = make_answer({"7": truth["b"], "3": truth["a"]}, names={"7": "cat", "3": None})
+    assert score_answer(named, row).reward == 1.0
     one = score_answer(make_answer({"7": truth["b"]}), row)
-    assert one.accuracy == 0.5 and one.format == 1.0
+    assert one.accuracy == 0.5 and one.format == 0.5
+    three = score_answer(make_answer({"7": truth["b"], "3": truth["a"], "1": truth["a"]}), row)
+    assert three.accuracy == pytest.approx(2 / 3) and three.format == 0.5
     many = score_answer(make_answer({str(i): truth["b"] for i in range(4)}), row)
     assert many.accuracy == pytest.approx(1 / 4)
     switch = score_answer(make_answer({"7": [LEFT, RIGHT], "3": [RIGHT, LEFT]}), row)
@@ -129,6 +133,32 @@ def test_bad_ground_truth_is_reward_zero_with_an_error(make_row, make_answer):
 def test_an_unreadable_answer_names_the_problem(make_row):
     score = score_answer("", make_row("box", {"1": [LEFT]}))
     assert (score.reward, score.error, score.error_class) == (0.0, "no_answer_text", "answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"tracks": []}', "no_usable_track"),
+        ('{"tracks": [{"id": "1", "frames": []}]}', "no_usable_track"),
+        ('{"tracks": [7]}', "track_without_a_list_of_frames"),
+        ('{"tracks": [{"id": "1", "id": "1", "frames": [{"frame": 0, "visible": false}]}]}', "repeated_key"),
+        ('{"tracks": [{"id": "1", "frames": [{"frame": 0}]}]}', "neither_a_place_nor_an_absence"),
+        ('{"tracks": [], "tracks": []}', "duplicate_json_key"),
+        ("[" * 100, "no_json_object_with_tracks"),
+        ('{"tracks": ' + "[" * 100, "nested_too_deep"),
+    ],
+)
+def test_an_answer_that_earns_nothing_says_why(make_row, text, error):
+    score = score_answer(text, make_row("box", {"1": [LEFT]}))
+    assert (score.reward, score.error, score.error_class) == (0.0, error, "answer")
+
+
+def test_a_dropped_part_is_reported_beside_what_was_scored(make_row, make_answer):
+    row = make_row("box", {"1": [LEFT, LEFT]})
+    text = make_answer({"1": [LEFT, LEFT]}).replace('"frame": 1', '"frame": 1, "frame": 1')
+    score = score_answer(text, row)
+    assert score.accuracy > 0 and score.format == 0.5 and score.error is None
+    assert score.as_fields()["dropped"] == {"repeated_key": 1}
 
 
 def test_our_own_mistake_is_reported_and_not_raised(make_row, monkeypatch):
