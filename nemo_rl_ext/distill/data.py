@@ -3,7 +3,8 @@
 
 The verbatim contract: ``input`` and ``output`` are tokenised as they stand and apart from each other, without
 a chat template and without BOS; EOS is appended once after the output. Tokenising the parts, not their sum,
-is what makes the boundary exact: a token that spans it would put prompt text under the loss.
+is what makes the boundary exact: a token that spans it would put prompt text under the loss. `verbatim.py`
+sees to it that the ids decode to input + output.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.distill.records import Problems, Record, RecordError
+from nemo_rl_ext.distill.verbatim import VerbatimTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,8 @@ class Row:
 
     where: str
     ids: np.ndarray
-    """int32 ``[tokens]``; ends with EOS unless it is a window of a longer document."""
+    """int32 ``[tokens]``; ends with EOS, and with the white space that its text has after one, unless it is a
+    window of a longer document."""
     response_start: int
     media: tuple[PlacedMedia, ...] = ()
     """The images and videos whose placeholder runs are in ``ids``, in order."""
@@ -85,18 +89,32 @@ def encode_pairs(
     Raises:
         ValueError: the tokenizer has no EOS, or no chat template although one is asked for.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the student's tokenizer has no eos_token, which ends every response; set one")
+    eos_id = require_eos(tokenizer)
     if chat_template and not tokenizer.chat_template:
         raise ValueError("--chat-template: the student's tokenizer has no chat template")
+    verbatim = VerbatimTokenizer(tokenizer)
     rows: list[Row] = []
     cut: list[str] = []
     skipped: list[str] = []
-    for start in range(0, len(records), _BATCH):
-        batch = records[start : start + _BATCH]
-        for record, prompt_ids, response_ids in _tokenise(batch, tokenizer, chat_template):
+    for first in range(0, len(records), _BATCH):
+        batch = records[first : first + _BATCH]
+        turns = [_render(r, verbatim) if chat_template else _Turn(r.prompt, [eos_id]) for r in batch]
+        prompts = verbatim.starts([turn.prompt for turn in turns])
+        responses = verbatim.continuations([r.response for r in batch])
+        for record, turn, prompt, response in zip(batch, turns, prompts, responses, strict=True):
             try:
-                rows.append(_row(record, prompt_ids, response_ids, rules, expand, cut))
+                if chat_template:
+                    # What the template wrote is encoded as the engine would encode it at inference.
+                    context = verbatim.decode(prompt)
+                else:
+                    context, prompt = turn.prompt, verbatim.start(turn.prompt, prompt, name="input")
+                if not prompt:
+                    raise RecordError("'input' has no tokens; the response would have nothing before it")
+                verbatim.require_continuation(prompt, context, response, record.response, name="output")
+                response = _ended(response, turn.ending, verbatim)
+                if response[: len(turn.ending)] == turn.ending:
+                    raise RecordError("'output' has no tokens of its own; expected at least one before EOS")
+                rows.append(_row(record, _int32(prompt), _int32(response), rules, expand, cut))
             except _ResponseTooLong as problem:
                 if rules.on_long_response == "error":
                     problems.add(record.where, problem)
@@ -109,41 +127,58 @@ def encode_pairs(
     return rows
 
 
+def require_eos(tokenizer: Any) -> int:
+    """The id that ends every response.
+
+    Raises:
+        ValueError: the tokenizer names none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the student's tokenizer has no eos_token, which ends every response; set one")
+    return tokenizer.eos_token_id
+
+
 class _ResponseTooLong(RecordError):
     pass
 
 
-def _tokenise(batch: Sequence[Record], tokenizer: Any, chat_template: bool):
-    prompts = [r.prompt for r in batch]
-    endings: list[list[int]] = [[tokenizer.eos_token_id]] * len(batch)
-    if chat_template:
-        rendered = [_render(r, tokenizer) for r in batch]
-        prompts = [prompt for prompt, _ in rendered]
-        endings = [ending for _, ending in rendered]
-    encode = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
-    prompt_ids = tokenizer(prompts, **encode)["input_ids"]
-    response_ids = tokenizer([r.response for r in batch], **encode)["input_ids"]
-    for record, prompt, response, ending in zip(batch, prompt_ids, response_ids, endings, strict=True):
-        # Once: an output that already ends with its EOS does not get a second one.
-        if response[-len(ending) :] != ending:
-            response = response + ending
-        yield record, np.asarray(prompt, dtype=np.int32), np.asarray(response, dtype=np.int32)
+class _Turn(NamedTuple):
+    prompt: str
+    ending: list[int]
+    """The ids that end the response."""
 
 
-def _render(record: Record, tokenizer: Any) -> tuple[str, list[int]]:
+def _render(record: Record, verbatim: VerbatimTokenizer) -> _Turn:
     """Prompt text up to the assistant's first token, and the ids with which the template ends its turn."""
+    tokenizer = verbatim.tokenizer
     user = {"role": "user", "content": record.prompt}
-    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
     reply = {"role": "assistant", "content": record.response}
-    whole = tokenizer.apply_chat_template([user, reply], tokenize=False)
+    try:
+        prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([user, reply], tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"{record.where}: --chat-template: the template refuses the pair: {error}") from None
     if whole.startswith(prompt + record.response):
-        tail = whole[len(prompt) + len(record.response) :]
-        ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        (ids,) = verbatim.continuations([whole[len(prompt) + len(record.response) :]])
         specials = [i for i, token in enumerate(ids) if token in set(tokenizer.all_special_ids)]
         # The policy stops at the turn's last special token; white space after it is the next turn's business.
         if specials:
-            return prompt, ids[: specials[-1] + 1]
-    return prompt, [tokenizer.eos_token_id]
+            return _Turn(prompt, ids[: specials[-1] + 1])
+    return _Turn(prompt, [tokenizer.eos_token_id])
+
+
+def _ended(ids: list[int], ending: list[int], verbatim: VerbatimTokenizer) -> list[int]:
+    """``ids`` with their ending once: a text that ends with it, alone or before white space, gets no second."""
+    for stop in range(len(ids), len(ending) - 1, -1):
+        if ids[stop - len(ending) : stop] == ending:
+            return ids
+        if verbatim.decode(ids[stop - 1 : stop]).strip():
+            break
+    return ids + ending
+
+
+def _int32(ids: list[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _row(
@@ -154,10 +189,6 @@ def _row(
     expand: Callable[[Record, np.ndarray, np.ndarray], EncodedPrompt] | None,
     cut: list[str],
 ) -> Row:
-    if len(response_ids) <= 1:
-        raise RecordError("'output' has no tokens of its own; expected at least one before EOS")
-    if not len(prompt_ids):
-        raise RecordError("'input' has no tokens; the response's first token would have nothing before it")
     if expand is not None:
         prompt = expand(record, prompt_ids, response_ids)
     elif record.images or record.videos:
@@ -217,18 +248,24 @@ def truncate_left(prompt: EncodedPrompt, room: int) -> EncodedPrompt:
     )
 
 
-def encode_documents(records: Sequence[Record], tokenizer: Any, rules: RowRules) -> list[Row]:
+def encode_documents(
+    records: Sequence[Record], tokenizer: Any, rules: RowRules, problems: Problems
+) -> list[Row]:
     """Plain text for ``--data-paths``: every token is trained on, long documents become several windows.
 
     A later window starts with the last token of the one before it, so that every token but the first is
-    predicted exactly once.
+    predicted exactly once. A text that the tokenizer does not give back goes to ``problems``.
     """
+    eos_id, verbatim = require_eos(tokenizer), VerbatimTokenizer(tokenizer)
     rows: list[Row] = []
     for record in records:
-        ids = tokenizer(record.response, add_special_tokens=False, verbose=False)["input_ids"]
-        if ids[-1:] != [tokenizer.eos_token_id]:
-            ids = ids + [tokenizer.eos_token_id]
-        ids = np.asarray(ids, dtype=np.int32)
+        (ids,) = verbatim.starts([record.response])
+        try:
+            ids = verbatim.start(record.response, ids, name="text")
+        except RecordError as problem:
+            problems.add(record.where, problem)
+            continue
+        ids = _int32(_ended(ids, [eos_id], verbatim))
         for start in range(0, max(len(ids) - 1, 1), rules.seq_length - 1):
             window = ids[start : start + rules.seq_length]
             if len(window) > 1:

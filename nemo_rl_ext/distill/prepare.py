@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.distill import vocab
 from nemo_rl_ext.distill.config import DistillConfig
-from nemo_rl_ext.distill.data import Row, RowRules, encode_documents, encode_pairs, mock_rows
+from nemo_rl_ext.distill.data import Row, RowRules, encode_documents, encode_pairs, mock_rows, require_eos
 from nemo_rl_ext.distill.media import MediaExpander
 from nemo_rl_ext.distill.models import Checkpoint, open_checkpoint
 from nemo_rl_ext.distill.records import DatasetError, Problems, Record, read_records, read_texts
@@ -97,7 +97,7 @@ def _rows(config, student, family, vocab_size, problems, digest) -> tuple[list[R
         # Mock rows have no images, so they may not contain the token that an image would have to fill.
         banned = () if family is None else (family.grammar.context_id,)
         ids = [i for i in range(vocab_size) if i not in banned]
-        made = dict(ids=ids, rules=rules, eos_id=_eos(student))
+        made = dict(ids=ids, rules=rules, eos_id=require_eos(student.tokenizer))
         return mock_rows(**made, count=256, seed=1), mock_rows(**made, count=64, seed=2)
     if data.data_paths:
         return _documents(config, student, family, rules, problems, digest)
@@ -162,7 +162,7 @@ def _documents(config, student, family, rules, problems, digest) -> tuple[list[R
         _require_file(path)
         _hash(path, digest)
         records += read_texts(path, problems, max_record_bytes=config.data.max_record_bytes)
-    rows = encode_documents(records, student.tokenizer, rules)
+    rows = encode_documents(records, student.tokenizer, rules, problems)
     if family is not None:
         for row in rows:
             if (row.ids == family.grammar.context_id).any():
@@ -192,9 +192,3 @@ def _hash(path: Path, digest) -> None:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-
-
-def _eos(student: Checkpoint) -> int:
-    if student.tokenizer.eos_token_id is None:
-        raise ValueError(f"--student {student.path}: its tokenizer has no eos_token; set one")
-    return student.tokenizer.eos_token_id

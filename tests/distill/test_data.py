@@ -55,12 +55,12 @@ def test_an_output_that_already_ends_with_eos_gets_no_second_one(tokenizer):
 
 def test_the_boundary_is_where_the_parts_meet_even_if_the_sum_would_merge():
     """With a merge of "a" and "b", the sum of "a" and "b" is one token that would span the boundary."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
-    merging = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")])), eos_token="<eos>"
-    )
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    backend.decoder = decoders.Fuse()
+    merging = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     assert merging("ab")["input_ids"] == [3]
     (row,) = encode([pair("a", "b")], merging)
     assert row.ids.tolist() == [1, 2, 0] and row.response_start == 1
@@ -155,7 +155,7 @@ def test_truncation_never_cuts_a_run(prompt, room):
 
 def test_every_document_token_but_the_first_is_predicted_once(tokenizer):
     document = Record(where="text.jsonl:1", prompt="", response="0123456789")
-    rows = encode_documents([document], tokenizer, RowRules(seq_length=4))
+    rows = encode_documents([document], tokenizer, RowRules(seq_length=4), Problems())
     predicted = np.concatenate([row.ids[max(row.response_start, 1) :] for row in rows])
     assert tokenizer.decode(predicted[:-1]) == "123456789" and predicted[-1] == EOS_ID
     assert sum(row.num_response_tokens for row in rows) == 10
