@@ -55,7 +55,7 @@ def known_keys(block: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key below a block, sub-blocks before their fields, in declaration order."""
     for name, field in block.model_fields.items():
         yield prefix + name
-        inner = _inner_block(field.annotation)
+        inner = inner_block(field.annotation)
         if inner is not None:
             yield from known_keys(inner, f"{prefix}{name}.")
 
@@ -81,13 +81,14 @@ def _suggest(key: DottedKey, root: type[BaseModel]) -> str:
 def _block_at(root: type[BaseModel], key: DottedKey) -> type[BaseModel]:
     block = root
     for part in key:
-        inner = _inner_block(block.model_fields[str(part)].annotation)
+        inner = inner_block(block.model_fields[str(part)].annotation)
         assert inner is not None, f"{part} of {key} is not a block"
         block = inner
     return block
 
 
-def _inner_block(annotation: Any) -> type[BaseModel] | None:
+def inner_block(annotation: Any) -> type[BaseModel] | None:
+    """The block that a field of this type holds; None for a field that holds a value."""
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

@@ -3,13 +3,14 @@
 
 ``step_000100/model`` loads with transformers or vLLM like any checkpoint; ``optimizer.safetensors`` and
 ``state.json`` are what resuming needs besides. Nothing is a pickle. A checkpoint appears under its name only
-when it is complete.
+when it is complete. ``run.json`` beside them says whose directory it is: what a resumed run must share.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "state.json"
 _OPTIMIZER = "optimizer.safetensors"
+_RUN = "run.json"
 
 # Changing one of these in the middle of a run gives a run that nobody can name.
 _FIXED = ("student", "teacher", "data", "loss", "train")
@@ -78,7 +80,6 @@ def save(
     source_dir: Path,
     optimizer: torch.optim.Optimizer,
     names: dict[torch.nn.Parameter, str],
-    fingerprint: dict[str, Any],
     keep: int,
 ) -> Path:
     """Write ``checkpoints/step_NNNNNN`` and drop the oldest beyond ``keep``."""
@@ -100,7 +101,7 @@ def save(
         for key, value in state.items()
     }
     save_file(tensors, scratch / _OPTIMIZER)
-    (scratch / _STATE).write_text(json.dumps({"step": step, "fingerprint": fingerprint}, indent=1) + "\n")
+    (scratch / _STATE).write_text(json.dumps({"step": step}) + "\n")
     shutil.rmtree(final, ignore_errors=True)
     scratch.rename(final)
     for old in sorted(_complete(output_dir), key=lambda saved: saved.step)[:-keep]:
@@ -162,16 +163,45 @@ def fingerprint(config: DistillConfig, data_digest: str) -> dict[str, Any]:
     return {**kept, "data_digest": data_digest}
 
 
-def require_same_run(saved: Saved, now: dict[str, Any]) -> None:
+def require_output_dir(config: DistillConfig) -> None:
+    """Refuse an output directory that holds something else than the run to resume, or that cannot be written.
+
+    Nothing is written here.
+
+    Raises:
+        ValueError: naming the directory and what to do.
+    """
+    name, path = f"--output-dir {config.output_dir}", config.output_dir
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise ValueError(f"{name}: {there} is not a directory; choose another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}: {there} cannot be written to; choose another one")
+    if there != path or not any(path.iterdir()):
+        return
+    if not config.resume:
+        raise ValueError(f"{name}: not empty; choose another one or give --resume")
+    if not (path / _RUN).is_file():
+        raise ValueError(
+            f"{name}: --resume, but no distillation run wrote it (no {_RUN}); choose another one"
+        )
+
+
+def write_run(output_dir: Path, fingerprint: dict[str, Any]) -> None:
+    """Say whose directory this is."""
+    (output_dir / _RUN).write_text(json.dumps({"fingerprint": fingerprint}, indent=1) + "\n")
+
+
+def require_same_run(output_dir: Path, now: dict[str, Any]) -> None:
     """Refuse to continue with other models, data or hyperparameters.
 
     Raises:
         ValueError: naming the keys that changed, with both values.
     """
     try:
-        before = json.loads((saved.path / _STATE).read_text())["fingerprint"]
+        before = json.loads((output_dir / _RUN).read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{saved.path / _STATE}: cannot be read: {error}") from None
+        raise ValueError(f"{output_dir / _RUN}: cannot be read: {error}") from None
     old, new = _flatten(before), _flatten(now)
     changed = [
         f"{k}: {old.get(k)!r} -> {new.get(k)!r}"
@@ -180,7 +210,7 @@ def require_same_run(saved: Saved, now: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"--resume: the run in {saved.path.parent.parent} was started differently; {'; '.join(changed)}. "
+            f"--resume: the run in {output_dir} was started differently; {'; '.join(changed)}. "
             "Use the same settings or another --output-dir"
         )
 

@@ -258,8 +258,7 @@ def encode_documents(
     """
     eos_id, verbatim = require_eos(tokenizer), VerbatimTokenizer(tokenizer)
     rows: list[Row] = []
-    for record in records:
-        (ids,) = verbatim.starts([record.response])
+    for record, ids in zip(records, verbatim.starts([r.response for r in records]), strict=True):
         try:
             ids = verbatim.start(record.response, ids, name="text")
         except RecordError as problem:

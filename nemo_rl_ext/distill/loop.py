@@ -64,17 +64,19 @@ def run(config: DistillConfig) -> StepResult:
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
     )
-    saved = checkpoint.newest(config.output_dir) if config.resume else None
-    if main and not config.resume and config.output_dir.exists() and any(config.output_dir.iterdir()):
-        raise ValueError(f"--output-dir {config.output_dir}: not empty; choose another one or give --resume")
+    if main:
+        checkpoint.require_output_dir(config)
     prepared = prepare(config)
     fingerprint = checkpoint.fingerprint(config, prepared.data_digest)
-    if saved is not None:
-        checkpoint.require_same_run(saved, fingerprint)
+    saved = None
+    if config.resume and config.output_dir.is_dir() and any(config.output_dir.iterdir()):
+        checkpoint.require_same_run(config.output_dir, fingerprint)
+        saved = checkpoint.newest(config.output_dir)
     ranks = parallel.start(train.cp_size, timeout_s=train.timeout_s)
     trainer = Trainer(config, prepared, ranks, resumed_from=saved)
     if main:
         config.output_dir.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_run(config.output_dir, fingerprint)
         (config.output_dir / "config.yaml").write_text(
             yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         )
@@ -82,7 +84,7 @@ def run(config: DistillConfig) -> StepResult:
     writer = (
         MetricsWriter(config.output_dir, first_step=first, tensorboard=config.tensorboard) if main else None
     )
-    result = trainer.fit(first, writer, fingerprint)
+    result = trainer.fit(first, writer)
     if writer is not None:
         writer.close()
     parallel.finish(ranks)
@@ -139,7 +141,7 @@ class Trainer:
         logger.warning("%s; every rank computes the whole forward and only the loss is split", problem)
         return Scorer(model, self.ranks)
 
-    def fit(self, first: int, writer: MetricsWriter | None, fingerprint: dict) -> StepResult:
+    def fit(self, first: int, writer: MetricsWriter | None) -> StepResult:
         """Train from step ``first`` to the last; evaluate, save and report on the way."""
         config, train = self.config, self.config.train
         rows, order = self.prepared.train_rows, RowOrder(len(self.prepared.train_rows), train.seed)
@@ -167,7 +169,7 @@ class Trainer:
                 if step % config.log_interval == 0 or last or step == first:
                     _progress(step, train.iters, metrics)
             if last or step % config.save_interval == 0:
-                self.save(step, fingerprint)
+                self.save(step)
         return result
 
     def accumulate(self, batch: Sequence[Row]) -> StepResult:
@@ -208,7 +210,7 @@ class Trainer:
         self.model.train()
         return self._result(totals, sum(row.num_response_tokens for row in batch), batch)
 
-    def save(self, step: int, fingerprint: dict) -> None:
+    def save(self, step: int) -> None:
         if self.ranks.is_main:
             checkpoint.save(
                 self.config.output_dir,
@@ -218,7 +220,6 @@ class Trainer:
                 source_dir=self.prepared.student.path,
                 optimizer=self.optimizer,
                 names=self.names,
-                fingerprint=fingerprint,
                 keep=self.config.keep_checkpoints,
             )
         self.ranks.barrier()

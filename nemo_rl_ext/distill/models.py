@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -81,7 +82,7 @@ class Checkpoint:
                 trust_remote_code=self.trust_remote_code,
                 output_loading_info=True,
             )
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise ValueError(
                 f"{self.path}: the weights cannot be loaded: {str(error).splitlines()[0]}"
             ) from None

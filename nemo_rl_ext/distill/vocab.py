@@ -8,6 +8,7 @@ the whole id -> token map, added and special tokens included.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,9 @@ def compare(student: Any, teacher: Any) -> VocabularyDifference:
 def _by_id(tokenizer: Any) -> dict[int, str]:
     tokens = {i: token for token, i in tokenizer.get_vocab().items()}
     # Added tokens shadow a vocabulary entry of the same id, and not every tokenizer lists them in its
-    # vocabulary.
-    tokens.update({i: added.content for i, added in tokenizer.added_tokens_decoder.items()})
+    # vocabulary. Mistral's own kind has no added tokens, and a method that says so in this place.
+    if isinstance(added_tokens := tokenizer.added_tokens_decoder, Mapping):
+        tokens.update({i: added.content for i, added in added_tokens.items()})
     return tokens
 
 

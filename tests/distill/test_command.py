@@ -161,6 +161,9 @@ def test_weights_that_do_not_belong_to_the_configuration(invoke, data, text_mode
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     assert "weight(s) are missing" in invoke(*data(), student=broken)
+    for content in (b"", b"no weights" * 200, (text_models[1] / "model.safetensors").read_bytes()[:-1000]):
+        (broken / "model.safetensors").write_bytes(content)
+        assert "weights cannot be loaded" in invoke(*data(), student=broken)
     (broken / "model.safetensors").unlink()
     assert "weights cannot be loaded" in invoke(*data(), student=broken)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/distill.md run as they are written there."""
+"""The commands of docs/distill.md run as they are written there, and its table has every key."""
 
 import re
 import shlex
@@ -12,7 +12,22 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from nemo_rl_ext.config.faults import known_keys
+from nemo_rl_ext.config.reference import reference_table
+from nemo_rl_ext.distill.config import DistillConfig
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_every_key_is_described():
+    table = reference_table(DistillConfig)
+    assert table in (ROOT / "docs" / "distill.md").read_text(), (
+        "paste the output of: python -m nemo_rl_ext.config.reference nemo_rl_ext.distill.config:DistillConfig"
+    )
+    blocks = {"data", "loss", "train", "eval"}
+    keys = set(known_keys(DistillConfig)) - blocks
+    described = dict(re.findall(r"^\| `(\S+)` \| .* \| (.*) \|$", table, re.M))
+    assert described.keys() == keys and all(described.values())
 
 
 @pytest.mark.slow

@@ -177,6 +177,36 @@ def test_resuming_another_run_is_refused(text_models, make_config):
         run(make_config(text_models, RECORDS, train__iters=2))
 
 
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_as_the_same_run(
+    text_models, make_config, tmp_path
+):
+    run(make_config(text_models, RECORDS, train__iters=1))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match="loss.temperature"):
+        run(make_config(text_models, RECORDS, train__iters=1, resume=True, loss__temperature=2.0))
+    run(make_config(text_models, RECORDS, train__iters=1, resume=True))
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_directory_of_another_run_is_left_as_it_is(text_models, make_config, tmp_path, resume):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/reward_mean": 0.5}\n')
+    with pytest.raises(ValueError, match="no distillation run wrote it" if resume else "not empty"):
+        run(make_config(text_models, RECORDS, train__iters=1, resume=resume))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "train/reward_mean": 0.5}\n'
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_an_output_directory_that_cannot_be_is_found_before_anything_is_read(
+    text_models, make_config, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match="file is not a directory"):
+            run(make_config((tmp_path / "no", tmp_path / "no"), RECORDS, output_dir=path))
+
+
 def test_checkpoints_load_with_transformers_and_only_the_newest_are_kept(text_models, make_config, tmp_path):
     run(make_config(text_models, RECORDS, train__iters=4, save_interval=1, keep_checkpoints=2))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from nemo_rl_ext.distill.data import RowRules, encode_documents, encode_pairs  # noqa: E402
 from nemo_rl_ext.distill.records import Problems, Record  # noqa: E402
 from nemo_rl_ext.distill.verbatim import TokenizerRefused, VerbatimTokenizer  # noqa: E402
+from nemo_rl_ext.distill.vocab import require_same  # noqa: E402
 from nemo_rl_ext.models.tokenizer import build_byte_tokenizer  # noqa: E402
 
 PAIRS = [
@@ -246,7 +247,9 @@ def test_tokenizers_that_packages_ship(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     if settings:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert_verbatim(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert_verbatim(tokenizer)
+    assert require_same(tokenizer, tokenizer, student_name="a", teacher_name="b") == len(tokenizer)
 
 
 @pytest.mark.parametrize("name", REFUSED)
