@@ -65,6 +65,7 @@ class Reason(enum.Enum):
     FRAME_TIMES = "frame_times"
     FRAMES_RESAMPLED = "frames_resampled"
     EARLIER_TURN_RESIZED = "earlier_turn_resized"
+    MIXED_SIZES = "mixed_sizes"
     DECODE_FAILED = "decode_failed"
     WORKER_DIED = "worker_died"
     GENERATION_FAILED = "generation_failed"
@@ -113,6 +114,8 @@ _ADVICE = {
     Reason.FRAMES_RESAMPLED: "nothing to do: the frames were decoded again at the engine's timestamps",
     Reason.EARLIER_TURN_RESIZED: "nothing to do: a later turn made the engine shrink an earlier image, so the "
     "conversation trains as one sequence per prompt that the engine saw",
+    Reason.MIXED_SIZES: "train with policy.megatron_cfg.enabled: true, or give the engine a context in which images "
+    "keep their size",
     Reason.DECODE_FAILED: "replace or remove the file named above",
     Reason.GENERATION_FAILED: "fix or remove the row named above: nothing was sampled for it",
     Reason.WORKER_DIED: "look for the aligner's last log lines: the row ended it twice (out of memory, or a file "

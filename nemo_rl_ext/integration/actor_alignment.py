@@ -7,24 +7,26 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from nemo_rl_ext.align.families.family import Layout, MediaFamily, MediaTensors
+from nemo_rl_ext.align.families.family import Layout, MediaTensors
 from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.runs import has_context
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
-from nemo_rl_ext.align.verdict import Verdict
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
 from nemo_rl_ext.integration.local_images import local_image_parts, reference_of
+from nemo_rl_ext.integration.neutral import NeutralMedia, mixed_sizes
 from nemo_rl_ext.integration.record import RolloutRecord
+from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_plan import RolloutPlan
+from nemo_rl_ext.integration.static_processor import StaticProcessor
 from nemo_rl_ext.integration.turns import GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
@@ -49,7 +51,7 @@ class ActorAlignment:
     `max_model_len` is the engine's context length, `temporal_patch_size` counts the frames of one video tubelet.
     """
 
-    family: MediaFamily
+    neutral: NeutralMedia
     pool: AlignmentPool
     settings: MediaAlignmentConfig
     max_model_len: int | None = None
@@ -64,9 +66,13 @@ class ActorAlignment:
         processor: Any,
         tokenizer_config: Mapping[str, Any],
         pad_dynamic_image_shapes: bool = False,
+        one_size_per_row: bool = False,
         **context: Any,
     ) -> ActorAlignment:
-        """With a pool of its own, whose aligners load the processor from the same `policy.tokenizer` block."""
+        """With a pool of its own, whose aligners load the processor from the same `policy.tokenizer` block.
+
+        `one_size_per_row`: the training backend takes no images of several sizes in one row.
+        """
         family = family_of(processor, layout=Layout.REMOTE, dtype=torch.float32)
         config = NemoRLAlignerConfig(
             model_dir=Path(str(tokenizer_config.get("name", ""))),
@@ -94,7 +100,12 @@ class ActorAlignment:
             if settings.evidence == "receipt"
             else "the placeholder runs",
         )
-        return cls(family=family, pool=pool, settings=settings, **context)
+        neutral = NeutralMedia(
+            family=family,
+            counters=StaticProcessor(processor, family).counters,
+            one_size=one_size_per_row,
+        )
+        return cls(neutral=neutral, pool=pool, settings=settings, **context)
 
     async def encode_local_images(self, examples: Sequence[dict[str, Any]]) -> None:
         """Replace local image files by data URLs, in place, before NeMo-RL would do it on its event loop."""
@@ -121,7 +132,7 @@ class ActorAlignment:
         if not conversation.has_media or not conversation.turns:
             return None
         plan = await self._plan(row, conversation, static_attached)
-        self._raise_if_asked(plan)
+        raise_if_asked(plan.record.reports, self.settings)
         return plan
 
     async def _plan(
@@ -141,9 +152,12 @@ class ActorAlignment:
         if wanted:
             done = await asyncio.wrap_future(self.pool.submit_align([requests[index] for index in wanted]))
             for index, turn in zip(wanted, done, strict=True):
-                aligned[index] = turn
+                aligned[index] = self._completed(turn)
         answers = tuple(self._answer(row_id, index, turn) for index, turn in enumerate(conversation.turns))
         turns = [turn for turn in (*aligned, *answers) if turn is not None]
+        reports = [turn.report for turn in turns]
+        if self.neutral.one_size and any(turn.changed for turn in turns):
+            reports = mixed_sizes(reports)
         # Equal repairs of one rollout share their tensors, which travel once.
         shipped: list[MediaTensors] = []
         for turn in turns:
@@ -155,11 +169,11 @@ class ActorAlignment:
             static_attached=attached,
             record=RolloutRecord(
                 row_id=row_id,
-                reports=tuple(turn.report for turn in turns),
+                reports=tuple(reports),
                 num_changed=sum(turn.changed for turn in turns),
                 bytes_shipped=sum(tensors.num_bytes for tensors in shipped),
                 has_video=conversation.has_video,
-                family=self.family,
+                neutral_media=self.neutral,
                 temporal_patch_size=self.temporal_patch_size,
                 settings=self.settings,
             ),
@@ -211,25 +225,16 @@ class ActorAlignment:
     def _answer(self, row_id: str, index: int, turn: GymTurn) -> AlignedTurn | None:
         """Neutral media for media tokens that the policy sampled; they count as placeholders in the forward."""
         ids = np.asarray(turn.sampled_ids, dtype=np.int64)
-        if not has_context(ids, self.family.grammars):
+        family = self.neutral.family
+        if not has_context(ids, family.grammars):
             return None
-        return align_turn(ids, (), family=self.family, sampled=True, row_id=row_id, turn=index)
+        return self._completed(align_turn(ids, (), family=family, sampled=True, row_id=row_id, turn=index))
 
-    def _raise_if_asked(self, plan: RolloutPlan) -> None:
-        asked = {
-            verdict
-            for verdict, action in (
-                (Verdict.AMBIGUOUS, self.settings.on_ambiguous),
-                (Verdict.UNALIGNABLE, self.settings.on_unalignable),
-            )
-            if action == "raise"
-        }
-        for report in plan.record.reports:
-            verdicts = {item.verdict for item in report.media}
-            if report.neutral and not verdicts & {Verdict.AMBIGUOUS, Verdict.UNALIGNABLE}:
-                verdicts.add(Verdict.UNALIGNABLE)
-            if verdicts & asked:
-                raise ValueError(str(report))
+    def _completed(self, turn: AlignedTurn) -> AlignedTurn:
+        """A turn whose neutral media, wherever they were made, have every key that NeMo-RL's own have."""
+        if turn.tensors is None or not turn.report.neutral:
+            return turn
+        return replace(turn, tensors=self.neutral.completed(turn.tensors))
 
 
 def _row_id(row: Mapping[str, Any]) -> str:

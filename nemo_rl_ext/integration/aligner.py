@@ -20,6 +20,7 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.integration.measured_images import MeasuredImage, MeasuredImages, is_data_url
+from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.processor import load_processor
 from nemo_rl_ext.integration.static_processor import StaticProcessor
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
@@ -57,6 +58,7 @@ class NemoRLAligner:
         processor = load_processor(config.tokenizer_config)
         self.family = family_of(processor, layout=Layout.REMOTE, dtype=config.dtype)
         self.static = StaticProcessor(processor, self.family)
+        self.neutral = NeutralMedia(family=self.family, counters=self.static.counters)
         self.render = RenderCache(self.family, config.cache_bytes)
         self.reader = MediaReader(
             policy=config.media_policy,
@@ -95,7 +97,7 @@ class NemoRLAligner:
             return self.reader.item(source, found.facts)
 
         fitting = TurnFitting(
-            family=self.family, render=self.render, measure=measure, complete=self.static.completed
+            family=self.family, render=self.render, measure=measure, complete=self.neutral.completed
         )
         return [self._align_turn(turn, fitting, measured) for turn in turns]
 

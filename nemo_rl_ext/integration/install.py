@@ -9,12 +9,13 @@ from typing import Any
 
 from nemo_rl_ext.integration.capture import request_capture
 from nemo_rl_ext.integration.in_process import bind, install_in_process, wrap
+from nemo_rl_ext.integration.known_processor import check_processor
 from nemo_rl_ext.integration.probe import probe
 from nemo_rl_ext.integration.processor import sync_chat_template
+from nemo_rl_ext.integration.recipe_checks import check_recipe, takes_mixed_sizes
 from nemo_rl_ext.integration.settings import (
     ACTOR_KEY,
     ban_media_tokens,
-    check_recipe,
     pick,
     settings_of,
 )
@@ -71,11 +72,18 @@ def _bind_actor(nemo_gym: Any) -> None:
 
 
 def with_synced_template(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `algorithms.utils.get_tokenizer`: a processor renders with the template that its tokenizer was given."""
+    """For `algorithms.utils.get_tokenizer`: a processor is known, and renders with its tokenizer's template.
+
+    Raises:
+        RecipeError: for a processor whose engine-side counts are not known.
+    """
 
     def get_tokenizer(tokenizer_config: dict[str, Any], get_processor: bool = False) -> Any:
         loaded = original(tokenizer_config, get_processor=get_processor)
-        return sync_chat_template(loaded, tokenizer_config) if get_processor else loaded
+        if not get_processor:
+            return loaded
+        check_processor(loaded)
+        return sync_chat_template(loaded, tokenizer_config)
 
     return get_tokenizer
 
@@ -104,6 +112,7 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
                 if pick(config, "policy.generation.vllm_kwargs.mm_processor_cache_gb") == 0
                 else None,
                 "temporal_patch_size": int(video or 1),
+                "one_size_per_row": not takes_mixed_sizes(config),
             },
         }
 

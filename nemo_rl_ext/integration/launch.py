@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_ext.integration.known_processor import check_checkpoint
 from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
-from nemo_rl_ext.integration.settings import BLOCK, RecipeError, check_recipe, settings_of
+from nemo_rl_ext.integration.recipe_checks import check_recipe
+from nemo_rl_ext.integration.settings import BLOCK, RecipeError, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ def run(script: str, arguments: Sequence[str]) -> None:
     settings = settings_of(recipe)
     if settings.enabled:
         check_recipe(recipe)
+        check_checkpoint(recipe)
         found = probe()
         logger.info("NeMo-RL %s in %s is known", found.version, found.root)
         share_with_workers()

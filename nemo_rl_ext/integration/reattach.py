@@ -11,9 +11,10 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_ext.align.turn import AlignedTurn, neutral_media
-from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.align.verdict import MediaAlignmentError, Reason, TurnReport
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
+from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY, mask_sample
 from nemo_rl_ext.integration.static_check import check_static_turn
 from nemo_rl_ext.rollout.errors import MaskedFractionError
@@ -70,6 +71,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
     if not num_static and not record.has_video:
         return
     users = [message for message in result["message_log"] if message.get("role") == "user"]
+    neutral_media = record.neutral_media
     reports = list(record.reports)
     judged = {(report.turn, report.neutral) for report in reports}
     for turn, message in enumerate(users[: max(num_static, 1)]):
@@ -77,7 +79,7 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
             continue
         report = check_static_turn(
             message,
-            family=record.family,
+            family=neutral_media.family,
             temporal_patch_size=record.temporal_patch_size,
             row_id=record.row_id,
             turn=turn,
@@ -85,12 +87,25 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
         if report is None:
             continue
         if report.neutral:
-            attach_rollout_media(message, neutral_media(message["token_ids"], record.family))
+            _raise_if_asked(report, record.settings)
+            attach_rollout_media(message, neutral_media.of_turn(message["token_ids"]))
             mask_sample(result)
             reports = [item for item in reports if item.turn != turn]
         if report.neutral or (turn, False) not in judged:
             reports.append(report)
-    result[RECORD_KEY] = replace(record, reports=tuple(reports))
+    judged_record = replace(record, reports=tuple(reports))
+    if judged_record.neutral and neutral_media.one_size:
+        neutral_media.fill_row(result["message_log"])
+    result[RECORD_KEY] = judged_record
+
+
+def _raise_if_asked(report: TurnReport, settings: MediaAlignmentConfig) -> None:
+    try:
+        raise_if_asked([report], settings)
+    except MediaAlignmentError as error:
+        from nemo_rl.experience.failures import RolloutDataFailure
+
+        raise RolloutDataFailure(str(error)) from None
 
 
 class RowLedger:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.align.verdict import TurnReport
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process
+from nemo_rl_ext.integration.neutral import NeutralMedia
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class RolloutRecord:
     num_changed: int
     bytes_shipped: int
     has_video: bool
-    family: MediaFamily
+    neutral_media: NeutralMedia
     temporal_patch_size: int
     settings: MediaAlignmentConfig
 
@@ -36,7 +36,9 @@ class RolloutRecord:
     def __reduce__(self) -> tuple[Any, ...]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         # The family's decoder holds a tokenizer, which nobody needs on the other side.
-        return _receive, (values | {"family": replace(self.family, decoder=None)},)
+        family: Any = self.neutral_media.family
+        family = replace(family, decoder=None)
+        return _receive, (values | {"neutral_media": replace(self.neutral_media, family=family)},)
 
 
 def _receive(values: dict[str, Any]) -> RolloutRecord:

@@ -60,6 +60,8 @@ class RolloutPlan:
                 _attach(message, turn)
         if self.record.neutral:
             mask_sample(result)
+            if self.record.neutral_media.one_size:
+                self.record.neutral_media.fill_row(log)
         result[RECORD_KEY] = self.record
         return result
 

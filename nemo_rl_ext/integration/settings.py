@@ -71,67 +71,6 @@ def pick(config: Any, path: str) -> Any:
     return config
 
 
-def check_recipe(config: Any) -> None:
-    """Refuse a recipe under which alignment cannot hold, and say at start-up what it will do.
-
-    Raises:
-        RecipeError: with the key, its value, and the replacement.
-    """
-    _refuse_legacy_video_loader(config)
-    _refuse_pruning(config)
-    if not pick(config, "env.should_use_nemo_gym"):
-        raise RecipeError(
-            f"{BLOCK}.enabled needs rollouts through NeMo-Gym (env.should_use_nemo_gym: true): other rollout paths "
-            "of NeMo-RL generate from the trainer's own tensors, and there is nothing to align"
-        )
-    if not pick(config, "policy.is_vlm"):
-        raise RecipeError(
-            f"{BLOCK}.enabled needs policy.is_vlm: true, so that the NemoGym actor gets the model's processor"
-        )
-    backend = pick(config, "policy.generation.backend")
-    if backend != "vllm":
-        raise RecipeError(
-            f"{BLOCK}.enabled knows how vLLM expands media; policy.generation.backend is {backend!r}. "
-            "Use vllm, or switch the block off"
-        )
-    if pick(config, "env.should_mask_flagged_samples") is False:
-        logger.warning(
-            "env.should_mask_flagged_samples is false, so NeMo-RL ignores the flag on neutral rows: their loss "
-            "multiplier is set to 0 in the rollout batch instead. The single controller has no such place; do not "
-            "combine the two there"
-        )
-
-
-def _refuse_legacy_video_loader(config: Any) -> None:
-    path = "policy.generation.vllm_cfg.video_loader"
-    legacy = pick(config, path)
-    if legacy is not None:
-        raise RecipeError(
-            f"{path}={legacy!r} is no longer read by NeMo-RL and would be ignored without a word. Write "
-            "policy.generation.vllm_cfg.video: {sampling_style: nemotron_vl, num_frames: 32, temporal_patch_size: 2} "
-            "instead: it sets the frames of the engine and of the trainer together"
-        )
-
-
-_PRUNING_PATHS = (
-    "policy.generation.vllm_kwargs.video_pruning_rate",
-    "policy.generation.vllm_cfg.video_pruning_rate",
-    "policy.generation.vllm_kwargs.mm_processor_kwargs.video_pruning_rate",
-    "policy.generation.vllm_kwargs.hf_overrides.video_pruning_rate",
-    "policy.generation.vllm_kwargs.multimodal_config.video_pruning_rate",
-)
-
-
-def _refuse_pruning(config: Any) -> None:
-    for path in _PRUNING_PATHS:
-        rate = pick(config, path)
-        if rate:
-            raise RecipeError(
-                f"{path}={rate!r} lets the engine prune video tokens (EVS): the pruned frames cannot be trained on. "
-                "Set it to 0, or switch grpo.media_alignment off"
-            )
-
-
 def ban_media_tokens(config: Any) -> list[str]:
     """Add the media tokens to every place that a Gym recipe takes `bad_words` from; returns those places.
 
@@ -141,13 +80,7 @@ def ban_media_tokens(config: Any) -> list[str]:
     Raises:
         RecipeError: when the engine reports log-probs from after the ban.
     """
-    mode = pick(config, "policy.generation.vllm_cfg.logprobs_mode")
-    if mode != "raw_logprobs":
-        raise RecipeError(
-            f"policy.generation.vllm_cfg.logprobs_mode is {mode!r}: the engine would report log-probs from after the "
-            "ban on media tokens, which the trainer does not apply. Set it to raw_logprobs, or set "
-            f"{BLOCK}.ban_media_tokens: false"
-        )
+    require_raw_logprobs(config)
     places = []
     generation = pick(config, "policy.generation")
     generation["bad_words"] = _joined(generation.get("bad_words"))
@@ -168,6 +101,21 @@ def ban_media_tokens(config: Any) -> list[str]:
             list(MEDIA_TOKENS),
         )
     return places
+
+
+def require_raw_logprobs(config: Any) -> None:
+    """Refuse a ban on media tokens whose effect on log-probs the trainer would not know of.
+
+    Raises:
+        RecipeError: when the engine reports log-probs from after the ban.
+    """
+    mode = pick(config, "policy.generation.vllm_cfg.logprobs_mode")
+    if mode != "raw_logprobs":
+        raise RecipeError(
+            f"policy.generation.vllm_cfg.logprobs_mode is {mode!r}: the engine would report log-probs from after the "
+            "ban on media tokens, which the trainer does not apply. Set it to raw_logprobs, or set "
+            f"{BLOCK}.ban_media_tokens: false"
+        )
 
 
 def _joined(words: Any) -> list[str]:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from PIL import Image
 
 from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
@@ -23,7 +22,8 @@ _PROBE_SIZES: tuple[tuple[int, int], ...] = ((320, 160), (97, 613), (1900, 41), 
 class StaticProcessor:
     """A live processor of a NeMo-RL recipe and what was learnt about it at start-up.
 
-    `predictable`: the family's arithmetic gives the processor's grids, so that they are known without running it.
+    `counters`: keys beyond those that a repair rebuilds, which hold a 1 for every image. `predictable`: the family's
+    arithmetic gives the processor's grids, so that they are known without running it.
 
     Raises:
         ValueError: when the processor returns tensors that a repair could not rebuild.
@@ -31,7 +31,7 @@ class StaticProcessor:
 
     def __init__(self, processor: Any, family: MediaFamily) -> None:
         self.processor, self.family = processor, family
-        self._extra_values = self._learn_extra_values()
+        self.counters = self._learn_counters()
         self.predictable = self._arithmetic_gives_its_grids()
 
     def predict(self, sizes: Sequence[Size]) -> tuple[Grid, ...]:
@@ -52,23 +52,17 @@ class StaticProcessor:
         sizes = {key: value for key, value in values.items() if key != "num_frames"}
         return MediaTensors(grids=tuple(item.grid for item in self.family.items_in(sizes)), values=values)
 
-    def completed(self, tensors: MediaTensors) -> MediaTensors:
-        """A repair's tensors with the keys that the processor returns besides those that a repair rebuilds."""
-        extra = {key: value.repeat(len(tensors.grids)) for key, value in self._extra_values.items()}
-        return MediaTensors(grids=tensors.grids, values={**tensors.values, **extra})
-
-    def _learn_extra_values(self) -> dict[str, torch.Tensor]:
-        """Keys beyond those that a repair rebuilds, with their values for one image."""
+    def _learn_counters(self) -> tuple[str, ...]:
         values = self.process([Image.new("RGB", (64, 64))], pad=False).values
         extra = {key: value for key, value in values.items() if key not in self.family.keys()}
-        # One entry of 1 per image counts tiles; with dynamic resolution every image is one tile.
+        # With dynamic resolution every image is one tile.
         unknown = [key for key, value in extra.items() if value.shape != (1,) or value.item() != 1]
         if unknown:
             raise ValueError(
                 f"{type(self.processor).__name__} also returns {', '.join(unknown)}, which a repair does not know how "
                 "to rebuild; switch grpo.media_alignment off for this checkpoint"
             )
-        return extra
+        return tuple(extra)
 
     def _arithmetic_gives_its_grids(self) -> bool:
         images = [Image.new("RGB", size) for size in _PROBE_SIZES]

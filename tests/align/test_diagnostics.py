@@ -14,6 +14,7 @@ from nemo_rl_ext.align.runs import Grammar, find_runs
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.align.video_grids import VideoTiler
+from nemo_rl_ext.integration.neutral import mixed_sizes
 from nemo_rl_ext.rollout.segments import Resize
 
 CATALOGUE = Path(__file__).parents[2] / "docs" / "diagnostics.md"
@@ -100,6 +101,8 @@ def stories(make_family):
             fault=(Reason.WORKER_DIED, "the aligner died twice over this work"),
         ),
     ]
+    (mixed,) = mixed_sizes([report(run(165), run(232), media=(CUP, MAP))])
+    reports.append(mixed)
     told = {}
     for made in reports:
         (reason,) = set(made.reasons())

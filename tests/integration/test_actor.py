@@ -8,11 +8,13 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.actor_alignment import ActorAlignment
+from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.rollout_result import PLAN_KEY, RECORD_KEY
 from nemo_rl_ext.integration.settings import ACTOR_KEY
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY, media_of
@@ -20,9 +22,9 @@ from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY, media_of
 
 @pytest.fixture
 def alignment(family, pool):
-    def make(**settings):
+    def make(*, one_size=False, **settings):
         return ActorAlignment(
-            family=family,
+            neutral=NeutralMedia(family=family, counters=("num_patches",), one_size=one_size),
             pool=pool,
             settings=MediaAlignmentConfig(enabled=True, **settings),
             max_model_len=16384,
@@ -113,6 +115,40 @@ def test_a_videos_first_turn_is_left_to_the_trainer(alignment, rows):
     row["responses_create_params"]["input"][0]["content"] = [{"type": "input_video", "video_url": "a.mp4"}]
     found = plan(alignment(), row, rows.result(row, [15, 15]))
     assert found.user == (None,) and found.record.has_video and found.record.reports == ()
+
+
+def log_of(rows, *runs):
+    return [{"role": role, "token_ids": torch.tensor(rows.prompt(run))} for role, run in runs]
+
+
+@pytest.mark.parametrize("runs", [[49], [50, 120]], ids=["infeasible", "two sizes"])
+def test_a_backend_of_one_size_gets_neutral_rows_of_one_size(alignment, rows, runs):
+    row = rows.row([rows.url(*size) for size in ((160, 320), (480, 640))[: len(runs)]])
+    sampled = (5, 11) if len(runs) == 1 else (11, 12)
+    found = plan(alignment(one_size=True), row, rows.result(row, runs, sampled=sampled))
+    assert found.record.neutral
+    story = str(found.record.reports[0])
+    assert ("this backend takes images of one size" in story) == (len(runs) == 2)
+    log = [*log_of(rows, ("user", runs)), {"role": "assistant", "token_ids": torch.tensor(sampled)}]
+    result = {"message_log": log, "full_result": {}}
+    found.apply(result)
+    media = [message["imgs_sizes"].as_tensor().tolist() for message in log if "imgs_sizes" in message]
+    sizes = [tuple(size) for found in media for size in found]
+    assert len(set(sizes)) == 1 and num_features(log[0]) == sum(runs) and "num_patches" in log[0]
+    assert ("imgs_sizes" in log[1]) == (5 in sampled)
+
+
+def test_equal_repairs_are_kept_on_a_backend_of_one_size(alignment, rows):
+    row = rows.row([rows.url(160, 320, seed) for seed in range(2)])
+    found = plan(alignment(one_size=True), row, rows.result(row, [18, 18]))
+    assert not found.record.neutral and found.record.num_changed == 1
+
+
+def test_neutral_media_have_the_processors_keys_wherever_they_are_made(alignment, rows):
+    row = rows.row([rows.url(160, 320)])
+    found = plan(alignment(), row, rows.result(row, [49], sampled=(11, 5)))
+    for turn in (*found.user, *found.assistant):
+        assert len(turn.tensors.values["num_patches"]) == len(turn.tensors.values["imgs_sizes"])
 
 
 def test_what_nemo_rl_reads_otherwise_is_refused(alignment, rows):

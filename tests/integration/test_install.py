@@ -21,6 +21,7 @@ def recipe(**block):
         "grpo": {"media_alignment": {"enabled": True, **block}},
         "policy": {
             "is_vlm": True,
+            "megatron_cfg": {"enabled": True},
             "generation": {
                 "backend": "vllm",
                 "vllm_cfg": {
@@ -118,7 +119,11 @@ def test_the_actor_gets_settings_and_what_it_cannot_see(caplog):
     handed = config["env"]["nemo_gym"][ACTOR_KEY]
     assert handed["num_aligners"] == 5 and handed["evidence"] == "runs"
     # The engine's processor cache is on where nobody says otherwise: its images share no budget.
-    assert handed["context"] == {"max_model_len": None, "temporal_patch_size": 2}
+    assert handed["context"] == {
+        "max_model_len": None,
+        "temporal_patch_size": 2,
+        "one_size_per_row": False,
+    }
     assert config["policy"]["generation"]["bad_words"] == ["<img>", "<image>", "</img>"]
     assert "banned from sampling through policy.generation.bad_words" in caplog.text
 

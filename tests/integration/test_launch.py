@@ -33,7 +33,11 @@ def recipe(tmp_path, **block):
         yaml.safe_dump(
             {
                 "grpo": {"media_alignment": block},
-                "policy": {"is_vlm": True, "generation": {"backend": "vllm"}},
+                "policy": {
+                    "is_vlm": True,
+                    "megatron_cfg": {"enabled": True},
+                    "generation": {"backend": "vllm", "vllm_cfg": {"logprobs_mode": "raw_logprobs"}},
+                },
                 "env": {"should_use_nemo_gym": True},
             }
         )

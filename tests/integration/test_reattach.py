@@ -10,6 +10,7 @@ import torch
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process, is_wrapped, uninstall
+from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY
 from nemo_rl_ext.integration.static_check import check_static_turn
@@ -42,7 +43,7 @@ def source(**tensors):
 
 @pytest.fixture
 def rollout(family, rows):
-    def make(runs, *, marked=None, has_video=False, settings=None):
+    def make(runs, *, marked=None, has_video=False, settings=None, one_size=False):
         user = {"role": "user", "token_ids": torch.tensor(rows.prompt(runs))}
         if marked:
             user |= marked | {ROLLOUT_MATCHED_MEDIA_KEY: True}
@@ -53,7 +54,7 @@ def rollout(family, rows):
             num_changed=int(bool(marked)),
             bytes_shipped=0,
             has_video=has_video,
-            family=family,
+            neutral_media=NeutralMedia(family=family, counters=("num_patches",), one_size=one_size),
             temporal_patch_size=2,
             settings=settings or MediaAlignmentConfig(enabled=True),
         )
@@ -132,6 +133,32 @@ def test_static_images_that_do_not_fit_become_neutral(rollout, rollouts):
         result = rollout(runs)
         reattach(rollouts, result, source(**media(64, 96)))
         assert result[RECORD_KEY].reports[0].reason is reason
+
+
+def test_a_row_of_one_size_is_neutral_as_a_whole(rollout, rollouts):
+    result = rollout([50, 18], one_size=True)
+    reattach(rollouts, result, source(**media(64, 96)))
+    sizes = result["message_log"][0]["imgs_sizes"].as_tensor().tolist()
+    assert len(set(map(tuple, sizes))) == 1 and sum(h * w for h, w in sizes) // 1024 == 68
+    assert "num_patches" in result["message_log"][0]
+
+
+@pytest.mark.parametrize("action", ["on_unalignable", "on_ambiguous"])
+def test_a_mismatch_is_raised_where_the_recipe_wants_it(rollout, rollouts, action, nemo_rl_shapes):
+    from nemo_rl.experience.failures import RolloutDataFailure
+
+    settings = MediaAlignmentConfig(**{action: "raise"})
+    result = rollout([6, 6], has_video=True, settings=settings)
+    if action == "on_ambiguous":
+        # Static tensors that do not fit are unalignable, never ambiguous.
+        reattach(rollouts, result, source(**media(64, 96, frames=5)))
+        assert result[RECORD_KEY].neutral
+        return
+    with pytest.raises(RolloutDataFailure) as failure:
+        reattach(rollouts, result, source(**media(64, 96, frames=5)))
+    story = str(failure.value)
+    assert "2 placeholder runs [6, 6] (12 context tokens)" in story and "[3x6] (18 features)" in story
+    assert "first differing run: 2" in story and "5 frames of 64x96" in story
 
 
 def test_a_cut_run_is_named_as_one(rollout, rollouts):

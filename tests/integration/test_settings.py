@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from nemo_rl_ext.integration.known_processor import check_checkpoint, check_processor
+from nemo_rl_ext.integration.recipe_checks import check_recipe, takes_mixed_sizes
 from nemo_rl_ext.integration.settings import (
     MEDIA_TOKENS,
     RecipeError,
     ban_media_tokens,
-    check_recipe,
     settings_of,
 )
 
@@ -18,6 +20,7 @@ def recipe(**generation):
         "grpo": {"media_alignment": {"enabled": True}},
         "policy": {
             "is_vlm": True,
+            "megatron_cfg": {"enabled": True},
             "generation": {
                 "backend": "vllm",
                 "bad_words": [],
@@ -74,13 +77,18 @@ def test_pruning_is_refused(generation):
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        (("env", "should_use_nemo_gym"), False, "should_use_nemo_gym"),
+        (("env", "should_use_nemo_gym"), False, "vLLM expands text and media on its own"),
+        (("data_plane",), {"enabled": True}, "data_plane.enabled=True builds the train batch without media"),
         (("policy", "is_vlm"), False, "is_vlm"),
     ],
 )
 def test_what_alignment_needs_is_named(path, value, named):
     broken = recipe()
-    broken[path[0]][path[1]] = value
+    *sections, key = path
+    section = broken
+    for name in sections:
+        section = section[name]
+    section[key] = value
     with pytest.raises(RecipeError, match=named):
         check_recipe(broken)
 
@@ -106,3 +114,39 @@ def test_settings_and_probe_import_nothing_heavy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_without_megatron_a_row_must_be_alone_in_its_micro_batch():
+    config = recipe()
+    config["policy"]["megatron_cfg"] = {"enabled": False}
+    config["policy"] |= {"train_micro_batch_size": 1, "logprob_batch_size": 4}
+    config["policy"]["sequence_packing"] = {"enabled": False}
+    assert not takes_mixed_sizes(config)
+    with pytest.raises(RecipeError, match=r"Set policy\.logprob_batch_size=1, or train with Megatron"):
+        check_recipe(config)
+    config["policy"]["logprob_batch_size"] = 1
+    check_recipe(config)
+
+
+def test_the_ban_is_judged_before_anything_starts():
+    config = recipe(vllm_cfg={"logprobs_mode": "processed_logprobs"})
+    with pytest.raises(RecipeError, match="raw_logprobs"):
+        check_recipe(config)
+    config["grpo"]["media_alignment"]["ban_media_tokens"] = False
+    check_recipe(config)
+
+
+def test_fixed_tiles_are_refused_in_one_sentence_before_anything_starts(tmp_path):
+    config = recipe()
+    config["policy"]["tokenizer"] = {"name": str(tmp_path)}
+    check_checkpoint(config)  # a name of the hub, or a directory without the file: judged once it is loaded
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text('{"processor_class": "NemotronNanoVLV2Processor", "patch_size": 16, "max_num_tiles": 12}')
+    with pytest.raises(
+        RecipeError, match="NemotronNanoVLV2Processor has no min_num_patches, max_num_patches"
+    ):
+        check_checkpoint(config)
+    file.write_text('{"patch_size": 16, "min_num_patches": 16, "max_num_patches": 1024}')
+    check_checkpoint(config)
+    with pytest.raises(RecipeError, match="SimpleNamespace has no patch_size, min_num_patches"):
+        check_processor(SimpleNamespace(image_processor=SimpleNamespace(max_num_patches=1)))

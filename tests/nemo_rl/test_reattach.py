@@ -12,6 +12,7 @@ from nemo_rl.experience import rollout_manager, rollouts
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process, is_wrapped, uninstall
+from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY
 from nemo_rl_ext.integration.static_check import check_static_turn
@@ -62,7 +63,7 @@ def rollout(runs, family, *, marked=None, has_video=False):
         num_changed=int(bool(marked)),
         bytes_shipped=0,
         has_video=has_video,
-        family=family,
+        neutral_media=NeutralMedia(family=family),
         temporal_patch_size=2,
         settings=MediaAlignmentConfig(enabled=True),
     )

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every recipe in configs/nemo_rl, through NeMo-RL's own loader and schema."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from driving import load_recipe
+from omegaconf import OmegaConf
 
-from nemo_rl_ext.integration.settings import BLOCK, ban_media_tokens, check_recipe, pick, settings_of
+from nemo_rl_ext.integration.recipe_checks import check_recipe
+from nemo_rl_ext.integration.settings import BLOCK, RecipeError, ban_media_tokens, pick, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "nemo_rl"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -28,6 +31,41 @@ def test_recipe_inherits_and_adds_only_ours(recipe):
     assert pick(recipe, "env.nemo_gym.config_paths")
     assert pick(recipe, "policy.megatron_cfg.enabled")  # inherited, written nowhere here
     check_recipe(recipe)
+
+
+SHIPPED = "examples/configs/recipes/vlm"
+
+
+def outcome(recipe):
+    """What the flag means for a recipe: aligned, aligned after one named key, or the refusal."""
+    try:
+        check_recipe(recipe)
+    except RecipeError as error:
+        refusal = str(error)
+    else:
+        return "aligned"
+    if "Set it to raw_logprobs" in refusal:
+        recipe.policy.generation.vllm_cfg.logprobs_mode = "raw_logprobs"
+        check_recipe(recipe)
+        return "one key"
+    return refusal
+
+
+def test_every_shipped_recipe_is_aligned_or_refused_with_a_true_sentence(nemo_rl_root):
+    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+
+    register_omegaconf_resolvers()
+    found = {}
+    for path in sorted((nemo_rl_root / SHIPPED).glob("*.yaml")):
+        recipe = load_config(str(path))
+        OmegaConf.set_struct(recipe, False)
+        recipe.grpo.media_alignment = {"enabled": True}
+        through_gym = bool(pick(recipe, "env.should_use_nemo_gym"))
+        found[path.name] = outcome(recipe)
+        # The sentence is about what the recipe says.
+        assert ("vLLM expands text and media on its own" in found[path.name]) == (not through_gym)
+    counts = Counter(kind if kind in ("aligned", "one key") else "refused" for kind in found.values())
+    assert counts == {"aligned": 7, "one key": 1, "refused": 15}, found
 
 
 def test_media_tokens_are_banned_where_requests_are_made(recipe):
