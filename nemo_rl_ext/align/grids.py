@@ -63,7 +63,8 @@ class DynamicTiler:
         """The grid that the engine chooses for one image under a budget of patches.
 
         Where the engine's own arithmetic divides by zero (a side that floors to no patch at all, on aspect
-        ratios of about a thousand), that side counts as one patch.
+        ratios of about a thousand), that side counts as one patch. Under the smallest budget it comes to no patch
+        across for such a sliver, and fails on it: only here is that grid given, and no other method gives it.
         """
         height, width = _own_grid(size, self.patch_size)
         factor = min(math.sqrt(budget / (height * width)), 1.0)
@@ -74,8 +75,7 @@ class DynamicTiler:
             height, width = math.ceil(factor * height), math.ceil(factor * width)
         height = self._snap(height, width, budget)
         width = self._snap(width, height, budget)
-        # A sliver may be left without a single patch across, on which the engine itself fails.
-        return Grid(max(height, self.merge_size), max(width, self.merge_size))
+        return Grid(height, width)
 
     def _snap(self, side: int, other: int, budget: int) -> int:
         """Round one side to the merge size: up where the budget allows it, down otherwise."""
@@ -85,12 +85,21 @@ class DynamicTiler:
         up = side + self.merge_size - rest
         return up if up * other <= budget else max(self.merge_size, side - rest)
 
-    def static_grid(self, size: Size) -> Grid:
-        """The grid of an image that has the whole configured budget to itself."""
-        return self.grid(size, self.max_budget(size))
+    def static_grid(self, size: Size, budget: int | None = None) -> Grid:
+        """The grid of an image that has a budget to itself: by default the whole configured one."""
+        height, width = self.grid(size, self.own_budget(size) if budget is None else budget)
+        return Grid(max(height, self.merge_size), max(width, self.merge_size))
 
     def max_budget(self, size: Size) -> int:
-        """The largest budget that still makes a difference for this size."""
+        """The largest budget that the engine can come to and that still makes a difference for this size.
+
+        It shrinks the images of a crowded request in proportion to their grids, and a sliver's grid can be larger
+        than its budget: its next budget may then lie above `max_num_patches`.
+        """
+        return _max_budget(self, (int(size[0]), int(size[1])))
+
+    def own_budget(self, size: Size) -> int:
+        """The budget of an image that has the whole configured one to itself, as far as it makes a difference."""
         height, width = _own_grid(size, self.patch_size)
         factor = max(1.0, math.sqrt(self.min_num_patches / (height * width)))
         rounded_up = (math.ceil(factor * height) + self.merge_size) * (
@@ -104,8 +113,8 @@ class DynamicTiler:
     def feasible_grids(self, size: Size, num_tokens: int) -> tuple[Grid, ...]:
         """Every grid with `num_tokens` context tokens that some budget leads to, sorted.
 
-        Budgets run from `min_num_patches` to `max_num_patches`. The token count is not monotone in the budget,
-        so all of them are evaluated, once per size, in one vectorised pass.
+        Budgets run from `min_num_patches` to `max_budget`. The token count is not monotone in the budget, so all of
+        them are evaluated, once per size, in one vectorised pass.
         """
         if num_tokens < 1:
             return ()
@@ -114,7 +123,8 @@ class DynamicTiler:
     def joint_grids(self, sizes: Sequence[Size], num_tokens: int) -> tuple[Grid, ...] | None:
         """The grids of all images of one request that share `num_tokens` context tokens (vLLM `compute_params`).
 
-        Returns None where the engine's own iteration does not settle and it would refuse the request.
+        Returns None where the engine's own iteration does not settle, or leaves a sliver without a patch across, and
+        it would refuse the request.
         """
         if not sizes:
             return ()
@@ -125,7 +135,7 @@ class DynamicTiler:
             grids = tuple(self.grid(size, budget) for size, budget in zip(sizes, budgets, strict=True))
             total = sum(grid.num_patches for grid in grids)
             if total <= available:
-                return grids
+                return grids if all(grid.num_patches for grid in grids) else None
             scale = available / total
             scaled = [max(self.min_num_patches, int(grid.num_patches * scale)) for grid in grids]
             shrank = any(new < old for new, old in zip(scaled, budgets, strict=True))
@@ -141,7 +151,7 @@ class DynamicTiler:
         static = [self.static_grid(size) for size in sizes]
         tokens_of = self.merge_size**2
         # From here on every image has its whole budget to itself.
-        enough = max(sum(grid.num_patches for grid in static), max(map(self.max_budget, sizes), default=0))
+        enough = max(sum(grid.num_patches for grid in static), max(map(self.own_budget, sizes), default=0))
         top = max(1, min(int(max_tokens), -(-enough // tokens_of)))
         lowest = max(1, min(top, self.min_num_patches * len(sizes) // tokens_of))
         available = np.arange(lowest, top + 1, dtype=np.int64) * tokens_of
@@ -165,7 +175,8 @@ class DynamicTiler:
             shrank = (scaled < budgets[~fits]).any(-1)
             budgets = np.where(shrank[:, None], scaled, self.min_num_patches)
             available = available[~fits]
-        return np.unique(np.concatenate(done), axis=0)
+        outcomes = np.concatenate(done)
+        return np.unique(outcomes[outcomes.all(axis=(1, 2))], axis=0)
 
 
 def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
@@ -176,6 +187,22 @@ def _own_grid(size: Size, patch_size: int) -> tuple[int, int]:
             f"an image needs at least one pixel per side, got (height, width) = ({height}, {width})"
         )
     return round(height / patch_size + 0.5), round(width / patch_size + 0.5)
+
+
+@functools.lru_cache(maxsize=4096)
+def _max_budget(tiler: DynamicTiler, size: Size) -> int:
+    top = tiler.own_budget(size)
+    if not tiler.max_num_patches:
+        return top
+    # Of every budget up to here the grid, and of the largest grid the next budget, as often as the engine tries.
+    bottom = tiler.min_num_patches
+    for _ in range(9):
+        height, width = _grids(tiler, size, np.arange(bottom, top + 1, dtype=np.int64))
+        largest = int((height * width).max())
+        if largest <= top:
+            break
+        bottom, top = top, largest
+    return top
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,6 +217,8 @@ def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]
     table: dict[int, tuple[Grid, ...]] = {}
     for sides in sorted(set(zip(height[firsts].tolist(), width[firsts].tolist(), strict=True))):
         grid = Grid(*sides)
+        if not grid.num_patches:
+            continue
         table[grid.num_tokens(merge)] = (*table.get(grid.num_tokens(merge), ()), grid)
     return table
 
@@ -216,5 +245,4 @@ def _grids(tiler: DynamicTiler, size: Size, budget: Array) -> tuple[Array, Array
         return np.where(rest == 0, side, np.where(up * other <= budget, up, down))
 
     height = snap(height, width)
-    width = snap(width, height)
-    return np.maximum(height, merge), np.maximum(width, merge)
+    return height, snap(width, height)

@@ -258,14 +258,14 @@ class NemotronFamily:
         return tuple(
             self._video().static_grid(item.size)
             if item.kind == "video"
-            else self.tiler.grid(item.size, self._static_budget(item.size, num_images))
+            else self.tiler.static_grid(item.size, self._static_budget(item.size, num_images))
             for item in items
         )
 
     def _static_budget(self, size: Size, num_images: int) -> int:
         """The training processor's budget for each image of a call, in patches."""
         if not self.processor_max_model_len:
-            return self.tiler.max_budget(size)
+            return self.tiler.own_budget(size)
         minimum, limit = self.tiler.min_num_patches, self.tiler.max_num_patches
         available = (self.processor_max_model_len - RESERVED_TOKENS) * self.merge_size**2
         available = max(available, minimum * num_images)

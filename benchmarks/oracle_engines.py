@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine makes of random media: its own arithmetic, imported from it, and the ids that it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+from nemo_rl_ext.align.families.family import Geometry, MediaFamily
+from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
+from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.video_grids import VideoTiler
+
+START, CONTEXT, END, WORD, FIRST_CHAR = 6, 5, 7, 20, 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One medium as the engine had it: the content, what it chose for it, and the runs that it wrote."""
+
+    item: MediaItem
+    geometry: Geometry
+    runs: tuple[int, ...]
+
+
+class Session(Protocol):
+    """One conversation's engine. `shares_one_budget`: all images of a request are sized together."""
+
+    shares_one_budget: bool
+    max_model_len: int
+
+    def request(self, items: Sequence[MediaItem]) -> list[Served] | None:
+        """What the engine makes of all media so far; None where it refuses the request."""
+        ...
+
+
+class Engine(Protocol):
+    """One checkpoint of a family, on the engine's side and on ours."""
+
+    family: MediaFamily
+
+    def draw(self, rng: np.random.Generator, place: int) -> MediaItem: ...
+    def rewritten(self, item: MediaItem) -> MediaItem: ...
+    def session(self, rng: np.random.Generator) -> Session: ...
+    def write(self, served: Sequence[Served], rng: np.random.Generator) -> np.ndarray: ...
+
+
+def draw_size(rng: np.random.Generator) -> Size:
+    """(height, width): near-square, ordinary, or a sliver."""
+    kind = rng.random()
+    side = int(np.exp(rng.uniform(np.log(32), np.log(2600))))
+    if kind < 0.5:
+        return side, max(16, side + int(rng.integers(-40, 41)))
+    if kind < 0.92:
+        return side, int(np.exp(rng.uniform(np.log(32), np.log(2600))))
+    thin, long = int(rng.integers(16, 41)), int(rng.integers(1000, 4001))
+    return (thin, long) if rng.random() < 0.5 else (long, thin)
+
+
+def draw_item(rng: np.random.Generator, place: int, *, videos: float, num_frames: Sequence[int]) -> MediaItem:
+    """An image, or with probability `videos` a clip whose frames are evenly spaced."""
+    name = f"{place}:{int(rng.integers(1 << 40)):x}"
+    if rng.random() >= videos:
+        return MediaItem(size=draw_size(rng), source=f"{place}.png", digest=name)
+    total = int(rng.integers(8, 400))
+    count = min(total, int(rng.choice(num_frames)))
+    frames = tuple(int(index) for index in np.linspace(0, total - 1, count).round())
+    size = int(rng.integers(48, 900)), int(rng.integers(48, 900))
+    fps = float(rng.choice([7.5, 24.0, 25.0, 29.97, 30.0]))
+    return MediaItem(
+        kind="video",
+        size=size,
+        source=f"{place}.mp4",
+        digest=name,
+        frame_indices=frames,
+        fps=fps,
+        total_frames=total,
+    )
+
+
+def rewritten(item: MediaItem) -> MediaItem:
+    """The same name and size with other content."""
+    return dataclasses.replace(item, digest=f"{item.digest}-rewritten")
+
+
+class SizeOnly(Image.Image):
+    """An image that is only asked for its size; nothing is allocated."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self._size = (size[1], size[0])
+
+
+def characters(ids: Sequence[int]) -> str:
+    """Text of ids that were made of characters; media tokens and words are `|`."""
+    return "".join(chr(token - FIRST_CHAR) if token >= FIRST_CHAR else "|" for token in ids)
+
+
+def spelled(text: str) -> list[int]:
+    return [FIRST_CHAR + ord(char) for char in text]
+
+
+@dataclass(kw_only=True)
+class NemotronEngine:
+    """vLLM's `DynamicResolutionImageTiler` and its sizes of video frames."""
+
+    minimum: int
+    maximum: int
+    max_model_lens: tuple[int, ...]
+    target: int = 256
+    per_tubelet: int = 2
+    family: NemotronFamily = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.family = NemotronFamily(
+            grammar=Grammar(START, CONTEXT, END),
+            tiler=DynamicTiler(16, 2, self.minimum, self.maximum),
+            mean=(0.5,) * 3,
+            std=(0.5,) * 3,
+            layout=Layout.NATIVE,
+            video=VideoTiler(16, 2, self.target, True, self.per_tubelet),
+            decoder=characters,
+        )
+
+    def draw(self, rng: np.random.Generator, place: int) -> MediaItem:
+        return draw_item(rng, place, videos=0.15, num_frames=(2, 4, 7, 8))
+
+    def rewritten(self, item: MediaItem) -> MediaItem:
+        return rewritten(item)
+
+    def session(self, rng: np.random.Generator) -> NemotronSession:
+        return NemotronSession(engine=self, rng=rng, max_model_len=int(rng.choice(self.max_model_lens)))
+
+    def write(self, served: Sequence[Served], rng: np.random.Generator) -> np.ndarray:
+        ids = [WORD]
+        for one in served:
+            if one.item.kind == "image":
+                ids += [START, *[CONTEXT] * one.runs[0], END, *[WORD] * int(rng.integers(1, 3))]
+                continue
+            frames, step = one.item.frame_indices, int(1000 / one.item.fps)
+            for tubelet, length in enumerate(one.runs):
+                first = tubelet * self.per_tubelet
+                label = " and ".join(
+                    f"{'frame' if place else 'Frame'} {first + place + 1} sampled at {index * step / 1000:.2f} seconds"
+                    for place, index in enumerate(frames[first : first + self.per_tubelet])
+                )
+                ids += [*spelled(("\n" if tubelet else "") + label + ": "), START, *[CONTEXT] * length, END]
+            ids.append(WORD)
+        return np.array(ids)
+
+
+@dataclass(kw_only=True)
+class NemotronSession:
+    """One conversation: text taken off the budget or not, a processor cache that is off, cold or warm."""
+
+    engine: NemotronEngine
+    rng: np.random.Generator
+    max_model_len: int
+    kept: dict[str, Grid] = field(default_factory=dict)
+    shares_one_budget: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        from vllm.transformers_utils.processors.nano_nemotron_vl import DynamicResolutionImageTiler
+
+        self.shares_one_budget = bool(self.rng.random() < 0.5)
+        self.deducts_text = bool(self.rng.random() < 0.4)
+        self.warmth = float(self.rng.choice([0.0, 0.3, 0.8]))
+        self.tiler = DynamicResolutionImageTiler(
+            max_model_len=self.max_model_len,
+            patch_size=16,
+            min_num_patches=self.engine.minimum,
+            max_num_patches=self.engine.maximum,
+            downsample_ratio=0.5,
+            norm_mean=[0.5] * 3,
+            norm_std=[0.5] * 3,
+        )
+
+    def request(self, items: Sequence[MediaItem]) -> list[Served] | None:
+        images = [item for item in items if item.kind == "image"]
+        grids: dict[str, Grid] = {}
+        if not self.shares_one_budget:
+            for image in images:
+                if image.digest not in self.kept and self.rng.random() < self.warmth:
+                    # Another request, with another budget, had it before.
+                    other = self._joint([image], int(self.rng.integers(16, self.max_model_len)))
+                    if other is not None:
+                        self.kept[image.digest] = other[0]
+            grids = {image.digest: self.kept[image.digest] for image in images if image.digest in self.kept}
+        missing = [image for image in images if image.digest not in grids]
+        text = int(self.rng.integers(0, 60)) if self.deducts_text else 0
+        joint = self._joint(missing, self.max_model_len - 4 - text) if missing else ()
+        if joint is None:
+            return None
+        fresh = {image.digest: grid for image, grid in zip(missing, joint, strict=True)}
+        if not self.shares_one_budget:
+            self.kept |= fresh
+        grids |= fresh
+        return [self._served(item, grids.get(item.digest)) for item in items]
+
+    def _joint(self, images: Sequence[MediaItem], tokens: int) -> tuple[Grid, ...] | None:
+        try:
+            params = self.tiler.compute_params([SizeOnly(image.size) for image in images], tokens)
+        # Slivers: the engine divides by zero, or looks up what it did not set.
+        except (ZeroDivisionError, AttributeError, ValueError):
+            return None
+        grids = tuple(Grid(p.patch_size[1], p.patch_size[0]) for p in params)
+        return grids if all(grid.num_patches for grid in grids) else None
+
+    def _served(self, item: MediaItem, grid: Grid | None) -> Served:
+        if item.kind == "image":
+            assert grid is not None
+            return Served(item=item, geometry=Geometry(grid), runs=(grid.num_tokens(2),))
+        from vllm.transformers_utils.processors.nano_nemotron_vl import (
+            get_video_target_size_and_feature_size,
+        )
+
+        width, height, tokens = get_video_target_size_and_feature_size(
+            item.size[1], item.size[0], self.engine.target, True, 16, 0.5
+        )
+        tubelets = -(-item.num_frames // self.engine.per_tubelet)
+        grid = Grid(height // 16, width // 16)
+        return Served(item=item, geometry=Geometry(grid, tubelets), runs=(tokens,) * tubelets)
+
+
+def nemotron(rng: np.random.Generator) -> list[Engine]:
+    """The released limits, tiny ones, and some between."""
+    return [
+        NemotronEngine(minimum=16, maximum=1024, max_model_lens=(128, 512, 657, 902, 2048)),
+        NemotronEngine(minimum=1024, maximum=13312, max_model_lens=(2048, 8192, 32768)),
+        NemotronEngine(minimum=256, maximum=3072, max_model_lens=(512, 1024, 4096)),
+        NemotronEngine(minimum=4, maximum=64, max_model_lens=(40, 96, 256), target=40, per_tubelet=1),
+    ]
+
+
+ENGINES: dict[str, Callable[[np.random.Generator], list[Engine]]] = {"nemotron": nemotron}
