@@ -40,6 +40,14 @@ class Grid(NamedTuple):
         return f"{self.height}x{self.width}"
 
 
+class BudgetCurve(NamedTuple):
+    """Per budget from `min_num_patches` on, int64 [budgets]: the grid's patches, and the least budget from which on the
+    grid is this one."""
+
+    num_patches: Array
+    settled: Array
+
+
 @dataclass(frozen=True)
 class DynamicTiler:
     """The dynamic-resolution arithmetic of one processor; all budgets count patches.
@@ -85,6 +93,13 @@ class DynamicTiler:
         up = side + self.merge_size - rest
         return up if up * other <= budget else max(self.merge_size, side - rest)
 
+    def snap(self, side: Array, other: Array, budget: Array | int) -> Array:
+        """Sides rounded to the merge size beside the `other` ones: up where the budget allows it, down otherwise."""
+        rest = side % self.merge_size
+        up = side + self.merge_size - rest
+        down = np.maximum(self.merge_size, side - rest)
+        return np.where(rest == 0, side, np.where(up * other <= budget, up, down))
+
     def static_grid(self, size: Size, budget: int | None = None) -> Grid:
         """The grid of an image that has a budget to itself: by default the whole configured one."""
         height, width = self.grid(size, self.own_budget(size) if budget is None else budget)
@@ -109,6 +124,15 @@ class DynamicTiler:
         if not self.max_num_patches:
             return ceiling
         return max(self.min_num_patches, min(self.max_num_patches, ceiling))
+
+    def budget_curve(self, size: Size) -> BudgetCurve:
+        """What each budget up to `own_budget(size)` makes of an image: the static grids of all lower limits."""
+        budgets = np.arange(self.min_num_patches, self.own_budget(size) + 1, dtype=np.int64)
+        height, width = (np.maximum(side, self.merge_size) for side in _grids(self, size, budgets))
+        begins = np.r_[True, (np.diff(height) != 0) | (np.diff(width) != 0)]
+        return BudgetCurve(
+            num_patches=height * width, settled=np.maximum.accumulate(np.where(begins, budgets, 0))
+        )
 
     def feasible_grids(self, size: Size, num_tokens: int) -> tuple[Grid, ...]:
         """Every grid with `num_tokens` context tokens that some budget leads to, sorted.
@@ -225,7 +249,6 @@ def _reachable(tiler: DynamicTiler, size: Size) -> Mapping[int, tuple[Grid, ...]
 
 def _grids(tiler: DynamicTiler, size: Size, budget: Array) -> tuple[Array, Array]:
     """`DynamicTiler.grid` evaluated on budgets int64 [budgets]: heights and widths, int64 [budgets]."""
-    merge = tiler.merge_size
     own_height, own_width = _own_grid(size, tiler.patch_size)
     factor = np.minimum(np.sqrt(budget / (own_height * own_width)), 1.0)
     height = np.floor(factor * own_height).astype(np.int64)
@@ -238,11 +261,5 @@ def _grids(tiler: DynamicTiler, size: Size, budget: Array) -> tuple[Array, Array
         height[grow] = np.ceil(factor * low_height).astype(np.int64)
         width[grow] = np.ceil(factor * low_width).astype(np.int64)
 
-    def snap(side: Array, other: Array) -> Array:
-        rest = side % merge
-        up = side + merge - rest
-        down = np.maximum(merge, side - rest)
-        return np.where(rest == 0, side, np.where(up * other <= budget, up, down))
-
-    height = snap(height, width)
-    return height, snap(width, height)
+    height = tiler.snap(height, width, budget)
+    return height, tiler.snap(width, height, budget)

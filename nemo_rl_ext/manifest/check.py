@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from nemo_rl_ext.manifest.advice import Advice, RowImages, advise, row_images
 from nemo_rl_ext.manifest.census_scan import media_scanner
 from nemo_rl_ext.manifest.check_rules import (
     WARNING_KINDS,
@@ -45,6 +46,8 @@ class CheckReport:
     warnings: list[RowFault] = field(default_factory=list)
     """What a run survives: rows that the engine refuses, markers in text, what NeMo-RL does not take."""
     forecasts: list[RowForecast] = field(default_factory=list)
+    advice: Advice | None = None
+    """At which settings no image is re-sized; None without an image."""
 
     @property
     def failed(self) -> bool:
@@ -89,6 +92,7 @@ class CheckReport:
             "warning_kinds": dict(Counter(fault.kind for fault in self.warnings)),
             "faults": [asdict(fault) for fault in self.faults],
             "warnings": [asdict(fault) for fault in self.warnings],
+            "advice": None if self.advice is None else asdict(self.advice),
             "rows": [asdict(row) for row in self.forecasts],
         }
         return json.dumps(value, indent=1)
@@ -144,6 +148,7 @@ class _Checker:
         self._scanner = media_scanner(config.engine.tokenizer)
         self._num_seen = 0
         self._without_answer: list[RowFault] = []
+        self._images: list[RowImages] = []
 
     def row(self, row: ManifestRow) -> None:
         """Check one row. Whatever goes wrong with it is its own fault, by file and line."""
@@ -175,7 +180,9 @@ class _Checker:
         if len(self._report.faults) > num_faults:
             return
         engine = self._config.engine
-        predicted = forecast(row, _items(row, sizes), engine)
+        items = _items(row, sizes)
+        predicted = forecast(row, items, engine)
+        self._images.append(row_images(items, predicted, engine.max_new_tokens))
         self._report.num_rows += 1
         self._report.forecasts.append(predicted)
         if not predicted.fits:
@@ -201,6 +208,9 @@ class _Checker:
 
     def whole_file(self) -> None:
         """What only shows when all rows are known."""
+        engine = self._config.engine
+        if any(row.sizes for row in self._images):
+            self._report.advice = advise(self._images, engine.tiler, engine.max_model_len)
         problem = ""
         if not self._report.num_rows and not self._report.faults:
             problem = "expected one JSON object per line, found an empty file"

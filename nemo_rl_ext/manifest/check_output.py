@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 
+from nemo_rl_ext.manifest.advice import Advice
 from nemo_rl_ext.manifest.check import CheckReport
 from nemo_rl_ext.manifest.check_rules import WARNING_KINDS
 from nemo_rl_ext.manifest.forecast import EngineModel
@@ -33,6 +36,8 @@ def print_report(
         more(len(warnings), "of this kind", "yellow")
     if found.forecasts:
         console.print(_forecast_table(found, engine))
+    for line in _advice(found.advice, engine):
+        say(line)
     if estimated:
         say("text lengths are estimated from bytes; --model DIR counts them")
     worst = sorted(found.forecasts, key=lambda row: row.pressure, reverse=True)
@@ -44,6 +49,36 @@ def print_report(
         f"{found.path}: {verdict}: {counted(len(found.faults), 'fault')}, "
         f"{counted(len(found.warnings), 'warning')}"
     )
+
+
+def _advice(advice: Advice | None, engine: EngineModel) -> Iterator[str]:
+    """Sentences on how to keep the engine from re-sizing."""
+    if advice is None:
+        return
+    place = f"at max_model_len {engine.max_model_len} and max_num_patches {engine.tiler.max_num_patches}"
+    rows = counted(advice.num_rows, "row with images")
+    if not advice.num_resized:
+        yield f"{place} the engine re-sizes no image of {rows}, whatever its cache and version"
+        return
+    yield f"{place} the engine may re-size images in {advice.num_resized} of {rows}; prevent it with one of"
+    if advice.max_num_patches is None:
+        yield "  max_num_patches: no number does; some row holds too many images for the smallest grids"
+    else:
+        yield f"  max_num_patches {advice.max_num_patches} (`nemo-rl-ext pin`), the largest for these images"
+        for kind, cost in advice.resolution.items():
+            yield f"    {kind}: {cost.mean:.0%} of the linear resolution on average, {cost.worst:.0%} at worst"
+    if advice.any_max_num_patches is not None:
+        yield (
+            f"  max_num_patches {advice.any_max_num_patches} for any {counted(advice.max_images, 'image')} per request "
+            f"with at most {advice.max_text_tokens} tokens of text"
+        )
+    fits = (
+        ""
+        if advice.fitting_model_len <= advice.max_model_len
+        else f", {advice.fitting_model_len} to fit every row"
+    )
+    yield f"  max_model_len {advice.max_model_len}, the smallest for the present limit{fits}"
+    yield "  `nemo-rl-ext fit`, which re-sizes each row's images once, to its own share"
 
 
 def _forecast_table(found: CheckReport, engine: EngineModel) -> Table:
@@ -63,5 +98,6 @@ def _forecast_table(found: CheckReport, engine: EngineModel) -> Table:
 
 
 def counted(count: int, name: str) -> str:
-    """`1 row`, `2 rows`."""
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+    """`1 row`, `2 rows`, `2 rows with images`."""
+    noun, space, rest = name.partition(" ")
+    return f"{count} {noun}{'' if count == 1 else 's'}{space}{rest}"
