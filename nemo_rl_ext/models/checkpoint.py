@@ -28,7 +28,7 @@ ARCHITECTURES = (
     "NemotronH_Omni_Reasoning_V3",
 )
 _STAMP = "tiny_checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
 _LAYER_KINDS = {"*": "attention", "-": "mlp", "M": "mamba", "E": "moe"}
 
 

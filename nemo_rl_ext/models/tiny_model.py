@@ -91,6 +91,8 @@ def _config(dtype: str, pattern: str, patches: Mapping[str, int]) -> dict[str, A
         "norm_std": list(_NORM_STD),
         "projector_hidden_size": 64,
         "vit_hidden_size": _VISION_WIDTH,
+        # transformers renames the key above as it reads it, and vLLM reads the old name: the new one answers to both.
+        "attribute_map": {"vit_hidden_size": "vision_hidden_size"},
         "video_pruning_rate": 0.0,
         "video_temporal_patch_size": 2,
         "img_context_token_id": IMAGE_ID,
@@ -128,7 +130,8 @@ def _config(dtype: str, pattern: str, patches: Mapping[str, int]) -> dict[str, A
         "text_config": {
             "model_type": "nemotron_h",
             "architectures": ["NemotronHForCausalLM"],
-            "dtype": dtype,
+            # vLLM serves float32 weights in bfloat16, and builds the vision tower in the dtype that stands here.
+            "dtype": "bfloat16",
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 64,
             "hybrid_override_pattern": pattern,

@@ -35,6 +35,14 @@ def test_info_states_what_the_run_needs(tiny_checkpoint):
     assert not info.needs_remote_code
 
 
+def test_vllm_s_own_server_finds_what_it_reads(tiny_checkpoint):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_checkpoint)
+    assert config.vit_hidden_size == config.vision_hidden_size == 32
+    assert str(config.dtype) == "torch.float32" and str(config.text_config.dtype) == "torch.bfloat16"
+
+
 def test_equal_arguments_give_equal_bytes(tiny_checkpoint, tmp_path):
     assert files(build_tiny_checkpoint(tmp_path / "again")) == files(tiny_checkpoint)
 

@@ -78,7 +78,9 @@ def test_rows_carry_the_engine_s_ids_and_tokenize_is_not_called(monkeypatch):
         host="127.0.0.1", port=1, entrypoint="app.py", name="policy_model",
         base_url="http://127.0.0.1:1/v1", api_key="none", model="m", uses_reasoning_parser=False,
     )  # fmt: skip
-    server = EngineTokenIds(config=config, server_client=MagicMock(spec=ServerClient))
+    network = MagicMock(spec=ServerClient)
+    network.global_config_dict = {}  # newer Gyms look there for the capture of calls
+    server = EngineTokenIds(config=config, server_client=network)
     assert [type(client) for client in server._clients] == [EngineTokenIdsClient]
     with TestClient(server.setup_webserver()) as client:
         answered = client.post("/v1/responses", json={"input": "hello"})
