@@ -8,6 +8,7 @@ Rows of other environments in a mixed manifest are passed over. Stops at the fir
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ class RowError(ValueError):
     """A row that the server would score 0 with an error; names file, line and row."""
 
 
-def validate_file(path: Path) -> int:
-    """Number of checked rows; raises `RowError` for the first bad one, and for a file without any row of ours."""
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The checked `verifier_metadata` of each row of ours.
+
+    Raises `RowError` for the first bad row, and for a file without any.
+    """
     num_rows = 0
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -39,10 +43,15 @@ def validate_file(path: Path) -> int:
                 read_truth(metadata)
             except GroundTruthError as error:
                 raise RowError(f"{path}:{number}: row {_row_id(metadata)}: {error}") from None
+            yield metadata
             num_rows += 1
     if num_rows == 0:
         raise RowError(f"{path}: no row for {AGENT}; expected 'agent_ref': {{'name': '{AGENT}'}}")
-    return num_rows
+
+
+def validate_file(path: Path) -> int:
+    """Number of checked rows; raises `RowError` as `read_rows`."""
+    return sum(1 for _ in read_rows(path))
 
 
 def _agent(row: dict[str, Any]) -> str | None:
