@@ -130,6 +130,20 @@ def test_parameters_and_extra_body_reach_the_engine_and_the_row_stays_as_it_was(
         ((200, result(message(prompt=None))), "carries no token ids"),
         ((200, result(message(), error="judge down", error_class="judge_unavailable")), "judge down"),
         ((200, result(message(), error="boom", error_class="internal")), "boom"),
+        ((200, result(message(), error_class="internal")), "internal"),
+        # what Gym's own judge_failsafe answers, of 0.5 and of 0.7
+        (
+            (200, result(message(), _ng_failure_class="judge_failed", _ng_failure_judge_error="503")),
+            "judge_failed: 503",
+        ),
+        (
+            (
+                200,
+                result(message(), _ng_failure_class="judge_failed", failure_reason="cut", mask_sample=True),
+            ),
+            "judge_failed: cut",
+        ),
+        ((200, result(message(), _ng_failure_class="timeout")), "timeout"),
     ],
 )
 def test_one_bad_row_is_masked_with_its_reason_and_costs_no_other(agent, reply, error):
@@ -161,8 +175,9 @@ def test_an_answer_of_no_tokens_is_kept(agent):
     assert len(rollout.turns[0].token_ids) == 0 and not rollout.masked and rollout.reward == 0.0
 
 
-def test_a_flagged_sample_is_masked(agent):
-    agent.reply = lambda row: (200, result(message(), instance_config={"mask_sample": True}))
+@pytest.mark.parametrize("mark", [{"instance_config": {"mask_sample": True}}, {"mask_sample": True}])
+def test_a_flagged_sample_is_masked(agent, mark):
+    agent.reply = lambda row: (200, result(message(), **mark))
     assert collect_rollouts(FakeServers(agent), [row()])[0].masked
 
 

@@ -118,13 +118,14 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
             if len(turn.token_ids) != len(turn.logprobs):
                 raise ValueError(f"{len(turn.token_ids)} token ids and {len(turn.logprobs)} log-probs")
             turns.append(turn)
-    error = result.get("error") if result.get("error_class") in ("judge_unavailable", "internal") else None
+    error = _failure(result)
     if not turns:
         # what vllm_model answers for a prompt beyond the context: nothing was sampled, nothing can be trained on
         error = (
             error or "the rollout carries no token ids; the prompt may be longer than the engine's context"
         )
-    flagged = bool((result.get("instance_config") or {}).get("mask_sample"))
+    # newer Gyms mark the result itself, older ones its instance_config
+    flagged = bool(result.get("mask_sample") or (result.get("instance_config") or {}).get("mask_sample"))
     reward = float(result["reward"])
     if not np.isfinite(reward):
         raise ValueError(f"reward is {reward}")
@@ -137,6 +138,17 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
         error=error,
         result=result,
     )
+
+
+def _failure(result: Mapping[str, Any]) -> str | None:
+    """Why the verifier did not judge the answer: its own words, or the mark that Gym itself puts on a failed judge."""
+    if result.get("error_class") in ("judge_unavailable", "internal"):
+        return str(result.get("error") or result["error_class"])
+    failed = result.get("_ng_failure_class")
+    if failed is None:
+        return None
+    reason = result.get("failure_reason") or result.get("_ng_failure_judge_error")
+    return f"{failed}: {reason}" if reason else str(failed)
 
 
 def _text(content: Any) -> str:
