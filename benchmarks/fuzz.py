@@ -70,7 +70,7 @@ def _count(counts: Counter[str], turn: Turn, report: TurnReport, source: Rollout
 
 def judge_tensors(model_dir: Path, seed: int, count: int) -> Counter[str]:
     """`count` rollouts to their tensors and through the policy's forward, one row per turn."""
-    from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.batch import PolicyRow, collate
     from nemo_rl_ext.grpo.training.policy import Policy
 
     source = Rollouts(
@@ -100,9 +100,7 @@ def judge_tensors(model_dir: Path, seed: int, count: int) -> Counter[str]:
             )
             _count(counts, turn, aligned.report, source)
             values = aligned.tensors.values if aligned.tensors is not None else None
-            rows.append(
-                PolicyRow(token_ids=turn.token_ids, media=() if values is None else (PolicyMedia(**values),))
-            )
+            rows.append(PolicyRow(token_ids=turn.token_ids, media=() if values is None else (values,)))
         counts["rollouts"] += 1
         if len(rows) >= 10 * PER_FORWARD:
             forward()

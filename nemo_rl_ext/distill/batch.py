@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.distill.data import Row
 from nemo_rl_ext.distill.media import row_tensors
+from nemo_rl_ext.rollout.packed import join_media
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def collate(
         valid[i, : len(row.ids)] = True
         mask[i, max(row.response_start - 1, 0) : len(row.ids) - 1] = True
     labels = np.roll(ids, -1, axis=1)
-    media = _join_media([row_tensors(row, family) for row in rows if row.media]) if family else {}
+    media = join_media([row_tensors(row, family) for row in rows if row.media]) if family else {}
 
     def move(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -89,12 +90,3 @@ def collate(
         media={name: value.to(device) for name, value in media.items()},
         where=tuple(row.where for row in rows),
     )
-
-
-def _join_media(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Several rows in `Layout.NATIVE`, where only rows with a video carry ``num_frames``."""
-    if any("num_frames" in row for row in rows):
-        rows = [
-            {"num_frames": torch.zeros(len(row["image_grid_hw"]), dtype=torch.int64), **row} for row in rows
-        ]
-    return {name: torch.cat([row[name] for row in rows]) for name in (rows[0] if rows else ())}

@@ -22,11 +22,17 @@ def encode_media(
 
     `pixel_values` `[patches, 3 * patch_size**2]` holds the items one after the other, `grids` `[items, 2]` their
     (height, width) in patches, `frames` `[items]` the frames of a clip and 0 for an image; None: all are images.
+
+    Raises ValueError when the grids describe another number of patches.
     """
+    described = grids.prod(-1) * (1 if frames is None else frames.clamp(min=1))
+    if int(described.sum()) != len(pixel_values):
+        raise ValueError(
+            f"pixel_values hold {len(pixel_values)} patches but image_grid_hw describes {int(described.sum())}"
+        )
     if frames is None:
         return list(model.get_image_features(pixel_values, grids, return_dict=True).pooler_output)
-    counts = (grids.prod(-1) * frames.clamp(min=1)).tolist()
-    patches = pixel_values.split(counts)
+    patches = pixel_values.split(described.tolist())
     still = [index for index, count in enumerate(frames.tolist()) if not count]
     features: dict[int, torch.Tensor] = {}
     if still:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -95,6 +95,19 @@ def pack(key: str, tensor: torch.Tensor) -> object:
     return packed_tensor_class()(
         tensor, 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4
     )
+
+
+def join_media(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The media values of several messages as those of one, in order; empty for none.
+
+    Only media with a clip carry `num_frames` [items]; beside them an image has 0.
+    """
+    if any("num_frames" in part for part in parts):
+        parts = [
+            {"num_frames": torch.zeros(len(part["image_grid_hw"]), dtype=torch.int64), **part}
+            for part in parts
+        ]
+    return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
 
 def is_packed(value: object) -> bool:

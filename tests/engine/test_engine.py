@@ -27,8 +27,9 @@ from nemo_rl_ext.grpo.engine.requests import (
     GenerationResult,
     VideoInput,
 )
-from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
+from nemo_rl_ext.grpo.training.batch import MediaValues, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, PAD_ID, SPECIAL_TOKENS, build_byte_tokenizer
 
@@ -125,9 +126,15 @@ def patches(picture: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
     return pixels.reshape(height * width, 3 * 16 * 16)
 
 
-def media(images: Sequence[Image.Image], grids: Sequence[tuple[int, int]]) -> tuple[PolicyMedia, ...]:
+def grids(result: GenerationResult) -> list[tuple[int, int]]:
+    """Patch grids (height, width) of a request's images, from the engine's receipt."""
+    sizes = [item.geometry["imgs_sizes"] for item in result.receipt.items if item.kind == "image"]
+    return [(height // 16, width // 16) for height, width in sizes]
+
+
+def media(images: Sequence[Image.Image], grids: Sequence[tuple[int, int]]) -> tuple[MediaValues, ...]:
     return tuple(
-        PolicyMedia(pixel_values=patches(picture, grid), image_grid_hw=torch.tensor([grid]))
+        dict(pixel_values=patches(picture, grid), image_grid_hw=torch.tensor([grid]))
         for picture, grid in zip(images, grids, strict=True)
     )
 
@@ -137,7 +144,7 @@ def gap(
     policy: Policy,
     asked: GenerationRequest,
     result: GenerationResult,
-    shown: tuple[PolicyMedia, ...] = (),
+    shown: tuple[MediaValues, ...] = (),
     **settings,
 ) -> float:
     """Largest difference between the engine's log-probs and the policy's, over all sampled tokens."""
@@ -171,17 +178,17 @@ def test_images_over_the_budget_shrink_together(engine):
     (result,) = engine.generate([request(image(640, 480), image(300, 1024), image(300, 1024, seed=1))])
     assert result.error is None
     assert run_lengths(result.prompt_token_ids) == [165, 144, 144]
-    assert [height * width // 4 for height, width in result.grids] == [165, 144, 144]
+    assert [height * width // 4 for height, width in grids(result)] == [165, 144, 144]
     runs = find_runs(result.prompt_token_ids, GRAMMAR)
     assert {run.kind for run in runs} == {RunKind.WRAPPED}
-    assert result.placeholders == tuple((run.offset, run.length) for run in runs)
+    assert [item.runs for item in result.receipt.items] == [((run.offset, run.length),) for run in runs]
 
 
 def test_text_logprobs_equal_the_policys(synced):
     engine, policy = synced
     asked = request(text="the quick brown fox " * 6, n=4, max_new_tokens=16)
     (result,) = engine.generate([asked])
-    assert result.placeholders == result.grids == ()
+    assert result.receipt.items == ()
     assert gap(policy, asked, result) < 2e-5
 
 
@@ -195,10 +202,10 @@ def test_image_logprobs_equal_the_policys_on_the_engines_grids(synced, sizes):
     images = [image(*size, seed=i) for i, size in enumerate(sizes)]
     asked = request(*images, n=4)
     (result,) = engine.generate([asked])
-    right = gap(policy, asked, result, media(images, result.grids))
+    right = gap(policy, asked, result, media(images, grids(result)))
     assert right < 5e-5
     swapped = [image(*size, seed=10 + i) for i, size in enumerate(sizes)]
-    assert gap(policy, asked, result, media(swapped, result.grids)) > 10 * right
+    assert gap(policy, asked, result, media(swapped, grids(result))) > 10 * right
 
 
 def test_wrong_grid_of_the_right_length_shows_in_the_gap(synced):
@@ -206,8 +213,8 @@ def test_wrong_grid_of_the_right_length_shows_in_the_gap(synced):
     images = [image(300, 200)]
     asked = request(*images, n=4)
     (result,) = engine.generate([asked])
-    ((height, width),) = result.grids
-    assert gap(policy, asked, result, media(images, result.grids)) < 5e-5
+    ((height, width),) = grids(result)
+    assert gap(policy, asked, result, media(images, grids(result))) < 5e-5
     assert gap(policy, asked, result, media(images, [(width, height)])) > 5e-4
 
 
@@ -225,7 +232,7 @@ def test_processed_logprobs_are_mirrored(synced, settings):
     engine, policy = synced
     asked = request(image(128, 96), n=1 if settings.get("temperature") == 0 else 4, **settings)
     (result,) = engine.generate([asked])
-    assert gap(policy, asked, result, media(asked.images, result.grids)) < 5e-5
+    assert gap(policy, asked, result, media(asked.images, grids(result))) < 5e-5
     if asked.allowed_token_ids:
         assert all(set(s.token_ids.tolist()) <= set(asked.allowed_token_ids) for s in result.outputs)
 
@@ -256,7 +263,7 @@ def test_turn_continues_from_token_ids_with_more_images(synced):
     assert two.error is None
     assert run_lengths(one.prompt_token_ids) == [252]
     assert run_lengths(two.prompt_token_ids) == [165, 144, 144]
-    shown = media(second.images, two.grids)
+    shown = media(second.images, grids(two))
     assert gap(policy, second, two, shown) < 5e-5
     # Nothing but the runs changed: what was drawn in turn one stands in turn two, token for token.
     assert collapsed(two.prompt_token_ids) == list(second.prompt_token_ids)
@@ -287,7 +294,7 @@ def test_more_prompt_tokens_than_a_step_takes_do_not_change_the_draws(synced):
     crowded = engine.generate(asked)
     assert sum(len(result.prompt_token_ids) * 8 for result in crowded) > 2 * 4096
     for one, result in zip(asked[::5], crowded[::5], strict=True):
-        assert gap(policy, one, result, media(one.images, result.grids)) < 5e-5
+        assert gap(policy, one, result, media(one.images, grids(result))) < 5e-5
         (alone,) = engine.generate([one])
         for left, right in zip(alone.outputs, result.outputs, strict=True):
             assert left.token_ids.tolist() == right.token_ids.tolist()
@@ -307,9 +314,11 @@ def test_video_is_sized_per_frame_and_located(engine):
         ]
     )
     assert result.error is None
-    assert result.video_grids == ((5, 8, 6),)
+    (clip,) = result.receipt.items
+    assert clip.geometry["pixel_values_flat_video"] == {"shape": [5, 3, 128, 96]}
+    assert clip.frames.indices == (0, 1, 2, 3, 4) and clip.served == pixel_digest(frames)
     assert run_lengths(result.prompt_token_ids) == [12, 12, 12]
-    ((offset, length),) = result.video_placeholders
+    offset, length = clip.range
     text = TOKENIZER.decode(result.prompt_token_ids[offset : offset + length])
     assert text.startswith("Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>")
     assert text.endswith("</img>")
@@ -388,7 +397,7 @@ def test_every_parameter_arrives(synced):
                 value.fill_(1)
     asked = request(image(128, 96), n=4)
     (result,) = engine.generate([asked])
-    assert gap(policy, asked, result, media(asked.images, result.grids)) < 5e-5
+    assert gap(policy, asked, result, media(asked.images, grids(result))) < 5e-5
 
 
 def test_update_between_requests_changes_what_is_drawn(synced):
@@ -401,7 +410,7 @@ def test_update_between_requests_changes_what_is_drawn(synced):
     assert (before.weight_version_start, before.weight_version_end) == (version, version)
     assert (after.weight_version_start, after.weight_version_end) == (version + 1, version + 1)
     assert [s.token_ids.tolist() for s in before.outputs] != [s.token_ids.tolist() for s in after.outputs]
-    shown = media(asked.images, after.grids)
+    shown = media(asked.images, grids(after))
     assert gap(policy, asked, before, shown) < 5e-5
     assert gap(policy, asked, after, shown) > 1e-2
 
@@ -452,7 +461,7 @@ def test_siblings_that_start_after_an_update_see_the_image_through_the_new_weigh
         (result,) = future.result()
     late = tuple(s for s in result.outputs if [v for v, _, _ in s.weight_versions] == [version])
     assert 0 < len(late) < 100
-    shown = media(asked.images, result.grids)
+    shown = media(asked.images, grids(result))
     assert gap(trained, asked, dataclasses.replace(result, outputs=late), shown) < 5e-5
     early = tuple(s for s in result.outputs if s not in late)
     assert gap(trained, asked, dataclasses.replace(result, outputs=early), shown) > 1e-3
@@ -501,7 +510,7 @@ def test_concurrent_callers_get_their_own_results(engine):
         results = list(pool.map(ask, range(len(sizes))))
     alone = [engine.generate([request(image(*size))])[0] for size in sizes]
     assert [result.name for result in results] == [f"row-{i}" for i in range(len(sizes))]
-    assert [result.grids for result in results] == [result.grids for result in alone]
+    assert [grids(result) for result in results] == [grids(result) for result in alone]
     assert engine.generate([]) == []
 
 
@@ -578,7 +587,7 @@ def test_actor_serves_and_leaves_no_process_when_killed(cluster, config, policy)
     ray.get(actor.update_weights.remote(weights, 7))
     after = ray.get(actor.generate.remote([asked, request(*[image(64, 64)] * 5)]))
     assert (before.weight_version_end, after[0].weight_version_start) == (0, 7)
-    assert gap(policy, asked, before, media(asked.images, before.grids)) < 0.1
+    assert gap(policy, asked, before, media(asked.images, grids(before))) < 0.1
     assert after[0].error is None
     assert "At most 4 image" in after[1].error
 

@@ -57,7 +57,7 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
     from nemo_rl_ext.grpo.engine.config import EngineConfig
     from nemo_rl_ext.grpo.engine.requests import GenerationRequest
     from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
-    from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.batch import PolicyRow, collate
     from nemo_rl_ext.grpo.training.policy import Policy
 
     model = str(inputs.checkpoint)
@@ -90,7 +90,7 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
         aligned = align_turn(result.prompt_token_ids, [item], family=family)
         assert not aligned.report.neutral, str(aligned.report)
         ids = np.concatenate((result.prompt_token_ids, output.token_ids))
-        row = PolicyRow(token_ids=ids, media=(PolicyMedia(**aligned.tensors.values),))
+        row = PolicyRow(token_ids=ids, media=(aligned.tensors.values,))
         with torch.no_grad():
             ours = policy.forward_logprobs(collate([row], pad_token_id=0))[0, -len(output.token_ids) :]
         assert np.abs(ours.numpy() - output.logprobs).max() < 5e-4, item.size

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_ext.align.pixels import patchify
-from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
+from nemo_rl_ext.grpo.training.batch import PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.vision import encode_media, unpatchify
@@ -22,7 +22,7 @@ def item(frames, rows, columns, seed):
 
 
 def media(*items):
-    return PolicyMedia(
+    return dict(
         pixel_values=torch.cat([patches for (_, patches), *_ in items]),
         image_grid_hw=torch.tensor([grid for _, _, grid in items]),
         num_frames=torch.tensor([frames for _, frames, _ in items]),
@@ -42,7 +42,10 @@ def test_images_and_clips_are_encoded_by_their_own_towers_and_stay_in_order(poli
     )
     ids = [20, 6, *[5] * 2, 7, *[6, 5, 5, 7] * 2, 6, 5, 7, 23]
     batch = collate([PolicyRow(token_ids=ids, media=(media(image, clip, other),))], pad_token_id=0)
-    features = encode_media(policy.model, batch.pixel_values, batch.image_grid_hw, batch.num_frames)
+    (values,) = batch.media
+    features = encode_media(
+        policy.model, values["pixel_values"], values["image_grid_hw"], values["num_frames"]
+    )
     assert [len(feature) for feature in features] == [2, 4, 1]
     alone = policy.model.get_video_features(clip[0][0], return_dict=True).pooler_output
     assert torch.allclose(features[1], alone.reshape(-1, alone.shape[-1]), atol=1e-6)
@@ -63,9 +66,7 @@ def test_the_order_of_frames_matters(policy):
         row = PolicyRow(
             token_ids=ids,
             media=(
-                PolicyMedia(
-                    pixel_values=values, image_grid_hw=torch.tensor([[2, 2]]), num_frames=torch.tensor([4])
-                ),
+                dict(pixel_values=values, image_grid_hw=torch.tensor([[2, 2]]), num_frames=torch.tensor([4])),
             ),
         )
         with torch.no_grad():
@@ -76,7 +77,7 @@ def test_the_order_of_frames_matters(policy):
 
 def test_rows_with_images_clips_and_nothing_share_one_batch(policy):
     image = media((item(0, 2, 4, 1), 0, (2, 4)))
-    plain = PolicyMedia(pixel_values=image.pixel_values, image_grid_hw=image.image_grid_hw)
+    plain = {key: image[key] for key in ("pixel_values", "image_grid_hw")}
     clip = media((item(3, 4, 2, 2), 3, (4, 2)))
     rows = [
         PolicyRow(token_ids=[20, 6, 5, 5, 7, 23], media=(plain,)),

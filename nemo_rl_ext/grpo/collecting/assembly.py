@@ -144,11 +144,10 @@ class GroupAssembly:
     def _reattach(self, conversation: Conversation, rollout: Rollout) -> None:
         """Give every unmarked user turn the prompt's static tensors: the step that alignment protects against."""
         for number, segment in enumerate(rollout.segments):
-            if number and self.options.enabled:
-                continue  # a restarted sequence has no static counterpart; all its media are the aligner's
-            static_log = [_static_message(conversation, turn) for turn in segment.user_turns]
+            # A restarted sequence has no static counterpart; all its media are the aligner's.
+            turns = segment.user_turns if not number or not self.options.enabled else ()
             views = {"input_message_log": segment.message_log[:1], "message_log": segment.message_log}
-            reattach_static_media(views, static_log)
+            reattach_static_media(views, [_static_message(conversation, turn) for turn in turns])
 
 
 def _keep_row(conversation: Conversation, grammar: Grammar) -> None:

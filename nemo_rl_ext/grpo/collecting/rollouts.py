@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.rollout.provenance import consume_marks, media_of
+from nemo_rl_ext.rollout.packed import join_media
 from nemo_rl_ext.rollout.segments import Segment
 
 
@@ -61,34 +60,6 @@ class PromptGroup:
         return np.where(valid, centred, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatSequence:
-    """One training sequence, flat: ids, which of them were sampled, and the engine's log-probs of those."""
-
-    token_ids: torch.Tensor
-    sampled: torch.Tensor
-    engine_logprobs: torch.Tensor
-    media: tuple[dict[str, Any], ...]
-
-
-def flatten(segment: Segment) -> FlatSequence:
-    """A segment's message log as one sequence, marks removed: they never reach a forward."""
-    log = segment.message_log
-    consume_marks(log)
-    token_ids = torch.cat([message["token_ids"] for message in log])
-    sampled = torch.cat(
-        [torch.full_like(m["token_ids"], m["role"] == "assistant", dtype=torch.bool) for m in log]
-    )
-    logprobs = [
-        message.get("generation_logprobs", torch.zeros(len(message["token_ids"]), dtype=torch.float32))
-        for message in log
-    ]
-    media = tuple(values for message in log if (values := media_of(message)))
-    return FlatSequence(
-        token_ids=token_ids, sampled=sampled, engine_logprobs=torch.cat(logprobs), media=media
-    )
-
-
 def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:
     """The static tensors of several turns as those of one, for a sequence that repeats them in one message."""
     present = [part for part in parts if part is not None]
@@ -96,11 +67,7 @@ def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:
         return None
     if len(present) == 1:
         return present[0]
-    values = [part.values for part in present]
-    if any("num_frames" in value for value in values):
-        images = (torch.zeros(len(value["image_grid_hw"]), dtype=torch.int64) for value in values)
-        values = [{"num_frames": zeros, **value} for zeros, value in zip(images, values, strict=True)]
     return MediaTensors(
         grids=tuple(grid for part in present for grid in part.grids),
-        values={key: torch.cat([value[key] for value in values]) for key in values[0]},
+        values=join_media([part.values for part in present]),
     )

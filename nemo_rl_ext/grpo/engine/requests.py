@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from nemo_rl_ext.receipts.receipt import Receipt
+
 
 class EngineError(RuntimeError):
     """The engine cannot serve: an infrastructure failure, worth retrying on a new engine. One string."""
@@ -87,12 +89,6 @@ class GenerationResult:
     """Weights that drew the first tokens; when refused, the engine's at that moment."""
     weight_version_end: int
     """Weights that drew the last tokens."""
-    placeholders: tuple[tuple[int, int], ...] = ()
-    """Per image `(offset, length)` of its context tokens in `prompt_token_ids`, as vLLM recorded them."""
-    grids: tuple[tuple[int, int], ...] = ()
-    """Per image the patch grid `(height, width)` that the engine's processor chose."""
-    video_placeholders: tuple[tuple[int, int], ...] = ()
-    """Per video `(offset, length)` of everything that it became: timestamps, wrappers, context tokens."""
-    video_grids: tuple[tuple[int, int, int], ...] = ()
-    """Per video `(num_frames, height, width)`, height and width of each frame in patches."""
+    receipt: Receipt | None = None
+    """What vLLM did with each medium; None where this vLLM gives no receipts."""
     error: str | None = None

@@ -28,6 +28,10 @@ from nemo_rl_ext.grpo.engine.requests import (
 from nemo_rl_ext.grpo.engine.vllm_setup import configure, keep_weights_in_place, prepare_environment
 from nemo_rl_ext.guards.sampling import MediaTokenBan
 from nemo_rl_ext.models.checkpoint import require_checkpoint
+from nemo_rl_ext.receipts import recorder
+from nemo_rl_ext.receipts.receipt import Receipt
+
+logger = logging.getLogger(__name__)
 
 _MIN_BATCHED_TOKENS = 4096
 """Prompt tokens that one step takes, at least."""
@@ -35,14 +39,11 @@ _MIN_BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rendered:
-    """A request after the engine's processor: what went in and what the processor decided."""
+    """A request that the engine took: what went in, and what its processor made of it."""
 
     request: GenerationRequest
     prompt_token_ids: np.ndarray
-    placeholders: tuple[tuple[int, int], ...]
-    grids: tuple[tuple[int, int], ...]
-    video_placeholders: tuple[tuple[int, int], ...]
-    video_grids: tuple[tuple[int, int, int], ...]
+    receipt: Receipt | None
 
 
 class VllmEngine:
@@ -60,6 +61,10 @@ class VllmEngine:
         from vllm import LLM
 
         keep_weights_in_place()
+        if (why_not := recorder.install()) is not None:
+            logger.warning(
+                "the engine gives no receipts, so the placeholder runs alone are evidence: %s", why_not
+            )
 
         self._llm = LLM(
             model=str(self.info.path),
@@ -127,7 +132,7 @@ class VllmEngine:
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        rendered, engine_input = self._render(request)
+        engine_input = self._render(request)
         ban = MediaTokenBan(token_ids=tuple(sorted(set(map(int, request.banned_token_ids)))))
         try:
             params = SamplingParams(
@@ -150,10 +155,14 @@ class VllmEngine:
         except Exception as error:
             raise _refusal(request, error) from error
         self._num_added += 1
-        self._running[name] = rendered
+        self._running[name] = _Rendered(
+            request=request,
+            prompt_token_ids=np.asarray(engine_input["prompt_token_ids"], dtype=np.int32),
+            receipt=recorder.take(name),
+        )
         return name
 
-    def _render(self, request: GenerationRequest) -> tuple[_Rendered, Mapping[str, Any]]:
+    def _render(self, request: GenerationRequest) -> Mapping[str, Any]:
         ids = [int(token) for token in request.prompt_token_ids]
         for kind, token_id, media in (
             ("image", self._context_id, request.images),
@@ -177,20 +186,7 @@ class VllmEngine:
             engine_input = self._llm._preprocess_cmpl_one(prompt)
         except Exception as error:
             raise _refusal(request, error) from error
-        ranges = engine_input.get("mm_placeholders", {})
-        processed = engine_input.get("mm_kwargs", {})
-        patch = self.info.patch_size
-        sizes = [item["imgs_sizes"].data for item in processed.get("image", ())]
-        clips = [item["pixel_values_flat_video"].data.shape for item in processed.get("video", ())]
-        rendered = _Rendered(
-            request=request,
-            prompt_token_ids=np.asarray(engine_input["prompt_token_ids"], dtype=np.int32),
-            placeholders=tuple(_embedded(place) for place in ranges.get("image", ())),
-            grids=tuple((int(height) // patch, int(width) // patch) for height, width in sizes),
-            video_placeholders=tuple((place.offset, place.length) for place in ranges.get("video", ())),
-            video_grids=tuple((shape[0], shape[2] // patch, shape[3] // patch) for shape in clips),
-        )
-        return rendered, engine_input
+        return engine_input
 
     def step(self) -> list[tuple[str, GenerationResult]]:
         """Decode one token of every running sequence; returns the requests that finished."""
@@ -268,12 +264,6 @@ def _rgb(request: GenerationRequest, index: int, image: np.ndarray | Image.Image
     return Image.fromarray(image)
 
 
-def _embedded(place: Any) -> tuple[int, int]:
-    """`(offset, length)` of the context tokens within vLLM's range, which counts the wrapper too."""
-    inside = torch.nonzero(place.is_embed).flatten()
-    return place.offset + int(inside[0]), len(inside)
-
-
 def _refusal(request: GenerationRequest, error: Exception) -> ValueError:
     return ValueError(f"request {request.name!r}: the engine refused it: {type(error).__name__}: {error}")
 
@@ -303,8 +293,5 @@ def _result(rendered: _Rendered, output: Any, version: int) -> GenerationResult:
         outputs=sequences,
         weight_version_start=min(versions, default=version),
         weight_version_end=max(versions, default=version),
-        placeholders=rendered.placeholders,
-        grids=rendered.grids,
-        video_placeholders=rendered.video_placeholders,
-        video_grids=rendered.video_grids,
+        receipt=rendered.receipt,
     )

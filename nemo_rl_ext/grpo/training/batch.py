@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 TokenSet = tuple[int, ...]
 
+MediaValues = Mapping[str, torch.Tensor]
+"""The media of one message under the names of the model's inputs, items in prompt order.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyMedia:
-    """Pixels of some images and videos in transformers' `nemotron_h_omni` layout, in prompt order.
-
-    `pixel_values` is `[num_patches, 3 * patch_size**2]`, the items one after the other, a clip frame by frame;
-    `image_grid_hw` is `[num_items, 2] (height, width)` in patches. `num_frames` is `[num_items]`: the frames of
-    a clip, 0 for a still image; None where all are images.
-    """
-
-    pixel_values: torch.Tensor
-    image_grid_hw: torch.Tensor
-    num_frames: torch.Tensor | None = None
+In transformers' `nemotron_h_omni`: `pixel_values` `[num_patches, 3 * patch_size**2]`, the items one after the other, a
+clip frame by frame; `image_grid_hw` `[num_items, 2] (height, width)` in patches; `num_frames` `[num_items]`, the frames
+of a clip and 0 for an image, where there is a clip.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,11 +26,11 @@ class PolicyRow:
 
     `token_ids` is `[tokens]`. `sampled` is `[tokens]` bool, true where the policy drew the token (None: no
     token is singled out). `allowed_token_ids` is the set that the engine drew from (None: the vocabulary).
-    Rows that share media share the `PolicyMedia` objects; the forward then encodes them once.
+    Rows that share media share the tensors; the forward then encodes them once.
     """
 
     token_ids: np.ndarray | torch.Tensor | Sequence[int]
-    media: tuple[PolicyMedia, ...] = ()
+    media: tuple[MediaValues, ...] = ()
     sampled: np.ndarray | torch.Tensor | Sequence[bool] | None = None
     allowed_token_ids: TokenSet | None = None
 
@@ -49,24 +43,14 @@ class PolicyBatch:
     """Token ids, int64 `[batch, seq]`."""
     attention_mask: torch.Tensor
     """True on real tokens, bool `[batch, seq]`."""
-    pixel_values: torch.Tensor | None = None
-    """Patches of all images, `[num_patches, 3 * patch_size**2]`."""
-    image_grid_hw: torch.Tensor | None = None
-    """Patch grids `(height, width)`, int64 `[num_images, 2]`."""
-    num_frames: torch.Tensor | None = None
-    """Frames of each item that is a clip, 0 for a still image, int64 `[num_images]`; None: all are images. What
-    is said of images here holds for clips too."""
-    images_per_row: tuple[int, ...] = ()
-    """Images in each row, in prompt order; empty means that no row has any."""
-    image_index: torch.Tensor | None = None
-    """Which image of `image_grid_hw` each image of each row is, int64 `[sum(images_per_row)]`. None: each is
-    its own, in order. Rows that share an image name the same index."""
+    media: tuple[MediaValues, ...] = ()
+    """The media of all messages, each once."""
+    media_of_row: tuple[tuple[int, ...], ...] = ()
+    """Per row its messages' positions in `media`, in prompt order; empty means that no row has any."""
     sampled_mask: torch.Tensor | None = None
     """True at position i when token i + 1 was sampled, bool `[batch, seq - 1]`; log-probs elsewhere are 0."""
     allowed_token_ids: tuple[TokenSet | None, ...] = ()
     """Per row the ids that could be sampled (None: all); empty means no row was restricted."""
-
-    _patch_offsets: tuple[int, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or self.attention_mask.shape != self.input_ids.shape:
@@ -75,7 +59,7 @@ class PolicyBatch:
                 f"{tuple(self.input_ids.shape)} and {tuple(self.attention_mask.shape)}"
             )
         rows, seq = self.input_ids.shape
-        for name in ("images_per_row", "allowed_token_ids"):
+        for name in ("media_of_row", "allowed_token_ids"):
             value = getattr(self, name)
             if value and len(value) != rows:
                 raise ValueError(f"{name}: expected one entry per row ({rows}), found {len(value)}")
@@ -83,50 +67,25 @@ class PolicyBatch:
             raise ValueError(
                 f"sampled_mask: expected [{rows}, {seq - 1}], found {tuple(self.sampled_mask.shape)}"
             )
-        if (self.pixel_values is None) != (self.image_grid_hw is None):
-            raise ValueError("pixel_values and image_grid_hw come together: one of them is missing")
-        num_uses = sum(self.images_per_row)
-        if self.image_grid_hw is None or self.pixel_values is None:
-            if num_uses:
-                raise ValueError(f"images_per_row names {num_uses} images but there are no pixel_values")
-            return
-        patches = self.image_grid_hw.prod(-1)
-        if self.num_frames is not None:
-            patches = patches * self.num_frames.clamp(min=1)
-        if int(patches.sum()) != self.pixel_values.shape[0]:
+        named = {number for numbers in self.media_of_row for number in numbers}
+        if not named <= set(range(len(self.media))):
             raise ValueError(
-                f"pixel_values hold {self.pixel_values.shape[0]} patches but image_grid_hw describes "
-                f"{int(patches.sum())}"
+                f"media_of_row names {max(named) + 1} media sets, but {len(self.media)} are given"
             )
-        num_indexed = len(self.image_grid_hw) if self.image_index is None else len(self.image_index)
-        if num_indexed != num_uses:
-            raise ValueError(f"images_per_row names {num_uses} images, but {num_indexed} are given")
-        object.__setattr__(self, "_patch_offsets", (0, *patches.cumsum(0).tolist()))
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     def rows(self, start: int, stop: int) -> PolicyBatch:
-        """Rows `start` to `stop` with the images they use, each once; the padded length stays."""
-        pixel_values = image_grid_hw = image_index = num_frames = None
-        counts = self.images_per_row[start:stop]
-        if sum(counts) and self.pixel_values is not None and self.image_grid_hw is not None:
-            first = sum(self.images_per_row[:start])
-            wanted = slice(first, first + sum(counts))
-            uses = torch.arange(len(self.image_grid_hw)) if self.image_index is None else self.image_index
-            kept, image_index = torch.unique(uses[wanted], return_inverse=True)
-            image_grid_hw = self.image_grid_hw[kept]
-            num_frames = None if self.num_frames is None else self.num_frames[kept]
-            at = self._patch_offsets
-            pixel_values = torch.cat([self.pixel_values[at[i] : at[i + 1]] for i in kept.tolist()])
+        """Rows `start` to `stop` with the media they use, each once; the padded length stays."""
+        used = self.media_of_row[start:stop]
+        kept = sorted({number for numbers in used for number in numbers})
+        places = {number: place for place, number in enumerate(kept)}
         return PolicyBatch(
             input_ids=self.input_ids[start:stop],
             attention_mask=self.attention_mask[start:stop],
-            pixel_values=pixel_values,
-            image_grid_hw=image_grid_hw,
-            num_frames=num_frames,
-            images_per_row=counts,
-            image_index=image_index,
+            media=tuple(self.media[number] for number in kept),
+            media_of_row=tuple(tuple(places[number] for number in numbers) for numbers in used),
             sampled_mask=None if self.sampled_mask is None else self.sampled_mask[start:stop],
             allowed_token_ids=self.allowed_token_ids[start:stop],
         )
@@ -141,7 +100,7 @@ class PolicyBatch:
 
 
 def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
-    """Right-pad rows into one batch. Media objects that several rows hold appear once.
+    """Right-pad rows into one batch. Media whose tensors several rows share appear once.
 
     Raises ValueError for an empty batch or row, or when a mask does not fit its tokens.
     """
@@ -166,47 +125,27 @@ def collate(rows: Sequence[PolicyRow], *, pad_token_id: int) -> PolicyBatch:
                 )
             masks[i, : len(tokens) - 1] = sampled[1:]
 
-    first_image: dict[int, int] = {}
-    unique: list[PolicyMedia] = []
-    image_index: list[int] = []
-    images_per_row: list[int] = []
-    num_images = 0
+    # Tensors are equal as keys only when they are the same object.
+    numbers: dict[tuple[torch.Tensor, ...], int] = {}
+    media: list[MediaValues] = []
+    media_of_row = []
     for row in rows:
-        images_per_row.append(sum(len(media.image_grid_hw) for media in row.media))
-        for media in row.media:
-            if id(media) not in first_image:
-                first_image[id(media)] = num_images
-                unique.append(media)
-                num_images += len(media.image_grid_hw)
-            first = first_image[id(media)]
-            image_index.extend(range(first, first + len(media.image_grid_hw)))
-    grids = [media.image_grid_hw.to(torch.int64) for media in unique]
+        used = []
+        for values in row.media:
+            number = numbers.setdefault(tuple(values.values()), len(media))
+            if number == len(media):
+                media.append(values)
+            used.append(number)
+        media_of_row.append(tuple(used))
     return PolicyBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        pixel_values=torch.cat([media.pixel_values for media in unique]) if num_images else None,
-        image_grid_hw=torch.cat(grids) if num_images else None,
-        num_frames=_num_frames(unique),
-        images_per_row=tuple(images_per_row),
-        image_index=torch.tensor(image_index, dtype=torch.int64) if num_images else None,
+        media=tuple(media),
+        media_of_row=tuple(media_of_row) if media else (),
         sampled_mask=masks if any(row.sampled is not None for row in rows) else None,
         allowed_token_ids=(
             tuple(row.allowed_token_ids for row in rows)
             if any(row.allowed_token_ids is not None for row in rows)
             else ()
         ),
-    )
-
-
-def _num_frames(media: Sequence[PolicyMedia]) -> torch.Tensor | None:
-    """Frames of every item, 0 for images; None where there is no clip at all."""
-    if all(item.num_frames is None for item in media):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(len(item.image_grid_hw), dtype=torch.int64)
-            if item.num_frames is None
-            else item.num_frames
-            for item in media
-        ]
     )

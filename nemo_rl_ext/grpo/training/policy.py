@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from nemo_rl_ext.guards.sampling import MediaTokenBan
 from nemo_rl_ext.models.checkpoint import CheckpointInfo, require_checkpoint
 from nemo_rl_ext.models.vision import encode_media
 from nemo_rl_ext.models.weights import LAYER_SCALE, to_engine_names
+from nemo_rl_ext.rollout.packed import join_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,15 +176,21 @@ class Policy:
         context = torch.eq(ids, self.model.image_token_id)
         encoded = None
         features_per_row = torch.zeros(len(batch), dtype=torch.int64)
-        if batch.pixel_values is not None and batch.image_grid_hw is not None:
-            features = encode_media(self.model, batch.pixel_values, batch.image_grid_hw, batch.num_frames)
-            index = torch.arange(len(batch.image_grid_hw)) if batch.image_index is None else batch.image_index
-            used = tuple(features[i] for i in index.tolist())
+        if batch.media:
+            values = join_media(batch.media)
+            features = iter(
+                encode_media(
+                    self.model, values["pixel_values"], values["image_grid_hw"], values.get("num_frames")
+                )
+            )
+            of_set = [tuple(itertools.islice(features, len(part["image_grid_hw"]))) for part in batch.media]
+            of_row = [
+                [item for number in numbers for item in of_set[number]] for numbers in batch.media_of_row
+            ]
             # Encoded once, repeated for every row that shows the image; the forward still counts them all.
+            used = tuple(item for items in of_row for item in items)
             encoded = {"image": BaseModelOutputWithPooling(pooler_output=used)}
-            counts = torch.tensor(batch.images_per_row)
-            row_of_image = torch.repeat_interleave(torch.arange(len(batch)), counts)
-            features_per_row.index_add_(0, row_of_image, torch.tensor([len(feature) for feature in used]))
+            features_per_row = torch.tensor([sum(map(len, items)) for items in of_row])
         elif context.any():
             raise ValueError(
                 f"Got 0 feature vectors for {int(context.sum())} placeholder tokens (id {self.model.image_token_id})"

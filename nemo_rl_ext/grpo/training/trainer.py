@@ -4,34 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from nemo_rl_ext.grpo.collecting.player import Sampling
-from nemo_rl_ext.grpo.collecting.rollouts import FlatSequence, PromptGroup, Rollout, flatten
-from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyMedia, PolicyRow, collate
+from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
+from nemo_rl_ext.grpo.training.batch import PolicyBatch, collate
 from nemo_rl_ext.grpo.training.config import LossConfig
 from nemo_rl_ext.grpo.training.loss import clipped_policy_loss
 from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.grpo.training.rows import TrainingRow, training_rows
 from nemo_rl_ext.grpo.training.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 
 GAP_GENERATIONS = 2
 """Generations per prompt whose engine-against-trainer log-prob gap is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One training sequence with its advantage and the gap bookkeeping of its rollout."""
-
-    sequence: FlatSequence
-    advantage: float
-    masked: bool
-    repaired: bool
-    versions: frozenset[int]
-    generation: int
-    where: str
 
 
 def train_step(
@@ -54,15 +41,11 @@ def train_step(
     Raises:
         ValueError: the forward's own count check, when media do not fit a row's tokens.
     """
-    rows = _rows(groups, normalize=normalize_rewards)
-    media: dict[int, PolicyMedia] = {}
-    batch = collate(
-        [_policy_row(row.sequence, sampling, media) for row in rows],
-        pad_token_id=0,
-    )
+    rows = training_rows(groups, normalize=normalize_rewards, allowed_token_ids=sampling.allowed_token_ids)
+    batch = collate(rows, pad_token_id=0)
     width = batch.input_ids.shape[1] - 1
-    engine = torch.stack([_padded(row.sequence.engine_logprobs[1:], width) for row in rows])
-    weights = torch.stack([_padded(row.sequence.sampled[1:].float(), width) for row in rows])
+    engine = torch.stack([_padded(row.engine_logprobs[1:], width) for row in rows])
+    weights = torch.stack([_padded(row.sampled[1:].float(), width) for row in rows])
     weights *= torch.tensor([[0.0 if row.masked else 1.0] for row in rows])
     num_tokens = int((weights > 0).sum())
     if not loss.token_level_loss:
@@ -71,7 +54,7 @@ def train_step(
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
 
     if history is not None:
-        _measure_gaps(policy, rows, media, sampling, micro_batch_size, metrics, history)
+        _measure_gaps(policy, rows, sampling, micro_batch_size, metrics, history)
     policy.zero_grad()
     loss_sum, clipped = 0.0, 0
     for part, micro in batch.micro_batches(micro_batch_size):
@@ -97,53 +80,13 @@ def train_step(
     }
 
 
-def _rows(groups: Sequence[PromptGroup], *, normalize: bool) -> list[_Row]:
-    rows = []
-    for group in groups:
-        advantages = group.advantages(normalize=normalize)
-        for generation, (rollout, advantage) in enumerate(
-            zip(group.rollouts, advantages.tolist(), strict=True)
-        ):
-            rows += _rollout_rows(group, rollout, advantage, generation)
-    return rows
-
-
-def _rollout_rows(group: PromptGroup, rollout: Rollout, advantage: float, generation: int) -> list[_Row]:
-    return [
-        _Row(
-            sequence=flatten(segment),
-            advantage=advantage,
-            masked=rollout.masked,
-            repaired=number in rollout.repaired_segments,
-            versions=frozenset(segment.weight_versions()),
-            generation=generation,
-            where=group.row.where,
-        )
-        for number, segment in enumerate(rollout.segments)
-    ]
-
-
-def _policy_row(sequence: FlatSequence, sampling: Sampling, media: dict[int, PolicyMedia]) -> PolicyRow:
-    """Rows that share tensors share the object, so that the forward encodes them once."""
-    tensors = []
-    for values in sequence.media:
-        pixels = values["pixel_values"].as_tensor()
-        if id(pixels) not in media:
-            media[id(pixels)] = PolicyMedia(**{key: value.as_tensor() for key, value in values.items()})
-        tensors.append(media[id(pixels)])
-    return PolicyRow(
-        token_ids=sequence.token_ids,
-        media=tuple(tensors),
-        sampled=sequence.sampled,
-        allowed_token_ids=sampling.allowed_token_ids,
-    )
-
-
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, width - len(values)))
 
 
-def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling: Sampling) -> torch.Tensor:
+def _forward(
+    policy: Policy, rows: Sequence[TrainingRow], batch: PolicyBatch, sampling: Sampling
+) -> torch.Tensor:
     try:
         return policy.forward_logprobs(
             batch,
@@ -157,8 +100,7 @@ def _forward(policy: Policy, rows: Sequence[_Row], batch: PolicyBatch, sampling:
 
 def _measure_gaps(
     policy: Policy,
-    rows: Sequence[_Row],
-    media: dict[int, PolicyMedia],
+    rows: Sequence[TrainingRow],
     sampling: Sampling,
     micro_batch_size: int,
     metrics: AlignmentMetrics,
@@ -173,21 +115,21 @@ def _measure_gaps(
         measured = [row for row in rows if row.generation < GAP_GENERATIONS and _is_measured(row, version)]
         for start in range(0, len(measured), micro_batch_size):
             part = measured[start : start + micro_batch_size]
-            batch = collate([_policy_row(row.sequence, sampling, media) for row in part], pad_token_id=0)
+            batch = collate(part, pad_token_id=0)
             with history.applied(policy, version):
                 logprobs = _forward(policy, part, batch, sampling)
             for row, ours in zip(part, logprobs, strict=True):
-                sampled = row.sequence.sampled[1:]
-                gap = (ours[: len(sampled)] - row.sequence.engine_logprobs[1:])[sampled].abs()
+                sampled = row.sampled[1:]
+                gap = (ours[: len(sampled)] - row.engine_logprobs[1:])[sampled].abs()
                 metrics.add_gap(
                     repaired=row.repaired,
-                    video=any("num_frames" in values for values in row.sequence.media),
+                    video=any("num_frames" in values for values in row.media),
                     mean=gap.mean().item(),
                     maximum=gap.max().item(),
                     num_tokens=len(gap),
                 )
 
 
-def _is_measured(row: _Row, version: int) -> bool:
-    has_samples = bool(row.sequence.sampled[1:].any())
-    return not row.masked and bool(row.sequence.media) and has_samples and row.versions == {version}
+def _is_measured(row: TrainingRow, version: int) -> bool:
+    has_samples = bool(row.sampled[1:].any())
+    return not row.masked and bool(row.media) and has_samples and row.versions == {version}

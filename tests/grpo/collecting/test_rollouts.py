@@ -5,11 +5,8 @@ import torch
 
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup, Rollout, flatten, merge_static
+from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup, Rollout, merge_static
 from nemo_rl_ext.manifest.rows import ManifestRow
-from nemo_rl_ext.rollout.packed import pack
-from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY
-from nemo_rl_ext.rollout.segments import Segment
 
 ROW = ManifestRow.from_json({"responses_create_params": {"input": "which?"}})
 
@@ -38,22 +35,6 @@ def test_a_masked_rollout_keeps_its_place_and_changes_nobodys_advantage():
     assert with_masked[[0, 2]].tolist() == plain.tolist()
     assert with_masked[1] == 0.0
     assert not group([1.0, 0.0], masked={0}).advantages(normalize=True).any()
-
-
-def test_a_message_log_becomes_one_sequence_and_loses_its_marks():
-    user = {"role": "user", "token_ids": torch.tensor([1, 2]), ROLLOUT_MATCHED_MEDIA_KEY: True}
-    user["pixel_values"] = pack("pixel_values", torch.zeros(4, 768))
-    answer = {
-        "role": "assistant",
-        "token_ids": torch.tensor([3]),
-        "generation_logprobs": torch.tensor([-0.5]),
-    }
-    flat = flatten(Segment(message_log=[user, answer]))
-    assert flat.token_ids.tolist() == [1, 2, 3]
-    assert flat.sampled.tolist() == [False, False, True]
-    assert flat.engine_logprobs.tolist() == [0.0, 0.0, -0.5]
-    assert [set(values) for values in flat.media] == [{"pixel_values"}]
-    assert ROLLOUT_MATCHED_MEDIA_KEY not in user
 
 
 def test_static_tensors_of_several_turns_join_in_order():

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nemo_rl_ext.grpo.training.batch import PolicyBatch, PolicyMedia, PolicyRow, collate
+from nemo_rl_ext.grpo.training.batch import MediaValues, PolicyBatch, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.tokenizer import IMAGE_ID, PAD_ID, SPECIAL_TOKENS, VOCAB_SIZE
@@ -20,10 +20,10 @@ def policy(tiny_checkpoint) -> Policy:
     return Policy.from_pretrained(tiny_checkpoint)
 
 
-def media(*grids: tuple[int, int], seed: int = 0) -> PolicyMedia:
+def media(*grids: tuple[int, int], seed: int = 0) -> MediaValues:
     generator = torch.Generator().manual_seed(seed)
     num_patches = sum(height * width for height, width in grids)
-    return PolicyMedia(
+    return dict(
         pixel_values=torch.randn(num_patches, 3 * 16 * 16, generator=generator),
         image_grid_hw=torch.tensor(grids),
     )
@@ -112,8 +112,8 @@ def test_shared_media_are_encoded_once_and_get_the_gradient_of_all_rows(policy):
     rows = [PolicyRow(token_ids=tokens(12, seed=seed), media=(shared,)) for seed in range(4)]
     apart = [dataclasses.replace(row, media=(media((6, 8)),)) for row in rows]
     batch = batch_of(*rows)
-    assert batch.pixel_values.shape[0] == 48
-    assert batch_of(*apart).pixel_values.shape[0] == 4 * 48
+    assert [len(values["pixel_values"]) for values in batch.media] == [48]
+    assert len(batch_of(*apart).media) == 4
 
     def gradient(part: PolicyBatch) -> torch.Tensor:
         policy.zero_grad()
@@ -127,10 +127,10 @@ def test_shared_media_are_encoded_once_and_get_the_gradient_of_all_rows(policy):
 def test_micro_batch_takes_only_its_own_images():
     batch = batch_of(*MIXED)
     part = batch.rows(1, 3)
-    assert part.image_grid_hw.tolist() == [[8, 12]]
-    assert torch.equal(part.pixel_values, MIXED[2].media[0].pixel_values)
-    assert part.images_per_row == (0, 1)
-    assert batch.rows(1, 2).pixel_values is None
+    assert [values["image_grid_hw"].tolist() for values in part.media] == [[[8, 12]]]
+    assert part.media == MIXED[2].media
+    assert part.media_of_row == ((), (0,))
+    assert batch.rows(1, 2).media == ()
 
 
 def test_surplus_features_stop_the_forward(policy):
@@ -207,25 +207,15 @@ def test_sampled_token_outside_the_allowed_set_is_named(policy):
         ({"attention_mask": torch.tensor([[True, False, True]])}, r"one block of real tokens"),
         ({"attention_mask": torch.zeros((1, 3), dtype=torch.bool)}, r"one block of real tokens"),
         ({"attention_mask": torch.ones((1, 2), dtype=torch.bool)}, r"one shape"),
-        ({"images_per_row": (1,)}, r"names 1 images but there are no pixel_values"),
-        ({"images_per_row": (0, 0)}, r"one entry per row \(1\), found 2"),
+        ({"media_of_row": ((0,),)}, r"names 1 media sets, but 0 are given"),
+        ({"media_of_row": ((), ())}, r"one entry per row \(1\), found 2"),
         ({"sampled_mask": torch.ones((1, 3), dtype=torch.bool)}, r"expected \[1, 2\]"),
-        ({"pixel_values": torch.zeros(4, 768)}, r"come together"),
         (
             {
-                "pixel_values": torch.zeros(5, 768),
-                "image_grid_hw": torch.tensor([[2, 2]]),
-                "images_per_row": (1,),
+                "media": ({"pixel_values": torch.zeros(5, 768), "image_grid_hw": torch.tensor([[2, 2]])},),
+                "media_of_row": ((0,),),
             },
             r"hold 5 patches but image_grid_hw describes 4",
-        ),
-        (
-            {
-                "pixel_values": torch.zeros(4, 768),
-                "image_grid_hw": torch.tensor([[2, 2]]),
-                "images_per_row": (2,),
-            },
-            r"names 2 images, but 1 are given",
         ),
     ],
 )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a step: each training sequence of each rollout, with its media and its advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
+from nemo_rl_ext.grpo.training.batch import PolicyRow, TokenSet
+from nemo_rl_ext.rollout.provenance import media_of
+from nemo_rl_ext.rollout.segments import Segment
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingRow(PolicyRow):
+    """One training sequence: ids, which of them were sampled and with what log-prob, and what the loss makes of them.
+
+    `engine_logprobs` is float32 `[tokens]`, 0 where nothing was sampled. A masked row runs through the forward with
+    weight 0. `generation` is its rollout's number in the prompt group, `versions` the weights that drew its samples.
+    """
+
+    token_ids: torch.Tensor
+    sampled: torch.Tensor
+    engine_logprobs: torch.Tensor
+    advantage: float = 0.0
+    masked: bool = False
+    repaired: bool = False
+    versions: frozenset[int] = frozenset()
+    generation: int = 0
+    where: str = ""
+
+
+def training_rows(
+    groups: Sequence[PromptGroup], *, normalize: bool, allowed_token_ids: TokenSet | None = None
+) -> list[TrainingRow]:
+    """The rows of prompt groups, in order; advantages are relative to the group, divided by its deviation if asked."""
+    return [
+        row_of(
+            segment,
+            allowed_token_ids=allowed_token_ids,
+            advantage=advantage,
+            masked=rollout.masked,
+            repaired=number in rollout.repaired_segments,
+            generation=generation,
+            where=group.row.where,
+        )
+        for group in groups
+        for generation, (rollout, advantage) in enumerate(
+            zip(group.rollouts, group.advantages(normalize=normalize).tolist(), strict=True)
+        )
+        for number, segment in enumerate(rollout.segments)
+    ]
+
+
+def row_of(segment: Segment, **about: object) -> TrainingRow:
+    """A segment's message log as one row; `about` are further fields of the row."""
+    log = segment.message_log
+    logprobs = [
+        message.get("generation_logprobs", torch.zeros(len(message["token_ids"]), dtype=torch.float32))
+        for message in log
+    ]
+    return TrainingRow(
+        token_ids=torch.cat([message["token_ids"] for message in log]),
+        sampled=torch.cat(
+            [torch.full_like(m["token_ids"], m["role"] == "assistant", dtype=torch.bool) for m in log]
+        ),
+        engine_logprobs=torch.cat(logprobs),
+        media=tuple(
+            {key: value.as_tensor() for key, value in media.items()} for m in log if (media := media_of(m))
+        ),
+        versions=frozenset(segment.weight_versions()),
+        **about,
+    )
