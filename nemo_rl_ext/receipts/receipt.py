@@ -32,9 +32,9 @@ class ItemReceipt(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     tensors which the engine used: the two differ where a cache answered with another item's. None is a digest that
     could not be taken. `named` says that the client gave the item a name of its own (a uuid), which replaces the
     content in the engine's caches. `range` is the `(offset, length)` of everything that the item became in the prompt
-    as the engine used it, wrappers and timestamps included; `runs` are those of the tokens that got its features, all of
-    the range where the model does not say. `geometry` holds the small tensors that the engine's processor made for the
-    item, and the shapes of the large ones; None is unknown.
+    as the engine used it, wrappers and timestamps included; `runs` are those of the tokens that got its features, all
+    of the range where the model does not say. `geometry` holds the small tensors that the engine's processor made for
+    the item, and the shapes of the large ones; None is unknown.
     """
 
     kind: str

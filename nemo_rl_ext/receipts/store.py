@@ -86,7 +86,7 @@ def actor_handle(*, create: bool = False) -> Any:
     if not ray.is_initialized():
         return None
     if create:
-        options = dict(name=ACTOR_NAME, get_if_exists=True, num_cpus=0, max_restarts=-1, lifetime="detached")
+        options = dict(name=ACTOR_NAME, get_if_exists=True, num_cpus=0, max_restarts=-1)
         return ray.remote(ReceiptStore).options(**options).remote()
     try:
         return ray.get_actor(ACTOR_NAME)

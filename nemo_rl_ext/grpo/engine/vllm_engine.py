@@ -150,9 +150,11 @@ class VllmEngine:
                 **ban.sampling_params(),
             )
             name = str(self._num_added)
-            # Every check of vLLM's comes before its first change of state, so a refusal leaves no trace.
             self._engine.add_request(name, engine_input, params)
         except Exception as error:
+            if self.config.mm_processor_cache_gb and (request.images or request.videos):
+                # The front end believes that it has sent these media, and would not send them again.
+                self._engine.reset_mm_cache()
             raise _refusal(request, error) from error
         self._num_added += 1
         self._running[name] = _Rendered(
@@ -237,6 +239,8 @@ class VllmEngine:
         core = self._engine.engine_core.engine_core
         core.scheduler.reset_encoder_cache()
         core.model_executor.reset_encoder_cache()
+        if self.config.enable_prefix_caching:
+            self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Abort running requests and release the engine."""
