@@ -18,7 +18,7 @@ from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
-from nemo_rl_ext.guards.sampling import media_token_ban
+from nemo_rl_ext.guards.sampling import media_token_ban, media_token_ids
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.media.policy import MediaPolicy
@@ -62,13 +62,16 @@ def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) ->
         num_frames=config.data.video.num_frames,
         video_backend=config.data.video.backend,
         trust_remote_code=config.policy.trust_remote_code,
+        identify=config.grpo.media_alignment.evidence == "receipt",
     )
 
 
-def sampling_of(config: Config, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Sampling:
+def sampling_of(config: Config, tokenizer: PreTrainedTokenizerBase, grammars: Sequence[Grammar]) -> Sampling:
     """How answers are drawn, the media-token ban included."""
     generation = config.policy.generation
-    banned = media_token_ban(grammar).token_ids if config.grpo.media_alignment.ban_media_tokens else ()
+    banned: tuple[int, ...] = ()
+    if config.grpo.media_alignment.ban_media_tokens:
+        banned = media_token_ban(media_token_ids(tokenizer, grammars)).token_ids
     return Sampling(
         temperature=generation.temperature,
         max_new_tokens=generation.max_new_tokens,

@@ -188,7 +188,7 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
                 engine = starting.result()
                 parts.callback(engine.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
-        renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammar)
+        renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammars)
         player = parts.enter_context(_player(config, inputs, engine, pool, renderer, sampling))
         collector = Collector(
             player=player,
@@ -242,8 +242,8 @@ def _player(
     """Rows are played on the engine directly, or through Gym's servers on the engine's endpoint."""
     max_turns = config.grpo.max_rollout_turns
     if not config.env.should_use_nemo_gym:
-        captured = config.grpo.media_alignment.evidence == "receipt"
-        yield Player(engine=engine, pool=pool, renderer=renderer, max_turns=max_turns, captured=captured)
+        receipts = config.grpo.media_alignment.evidence == "receipt"
+        yield Player(engine=engine, pool=pool, renderer=renderer, max_turns=max_turns, receipts=receipts)
         return
     completions = Completions(
         engine=engine,

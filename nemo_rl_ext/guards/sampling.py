@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.guards.markers import MEDIA_MARKERS
 
 if TYPE_CHECKING:
     import torch
@@ -142,3 +143,18 @@ def media_token_ban(media: Grammar | Iterable[int], *, bias: float = STRONGEST_L
     """
     ids = (media.start_id, media.context_id, media.end_id) if isinstance(media, Grammar) else media
     return MediaTokenBan(token_ids=tuple(sorted({int(i) for i in ids})), bias=bias)
+
+
+def media_token_ids(tokenizer: Any, grammars: Iterable[Grammar]) -> tuple[int, ...]:
+    """Every token that stands for media or delimits it: a family's grammars, and markers that the tokenizer adds.
+
+    A prompt's own marker need not be in a grammar: `<video>` becomes runs of `<image>`, and a sampled one makes the
+    next turn's request ask for a clip that is not there.
+    """
+    ids = {
+        token_id
+        for grammar in grammars
+        for token_id in (grammar.start_id, grammar.context_id, grammar.end_id)
+    }
+    added = tokenizer.get_added_vocab()
+    return tuple(sorted(ids | {added[marker] for marker in MEDIA_MARKERS if marker in added}))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,8 +17,7 @@ import torch
 
 from nemo_rl_ext.align.families.family import Layout, MediaTensors
 from nemo_rl_ext.align.families.registry import family_of
-from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.align.runs import has_context
+from nemo_rl_ext.align.runs import find_all_runs, has_context
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
@@ -27,10 +27,13 @@ from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_plan import RolloutPlan
 from nemo_rl_ext.integration.static_processor import StaticProcessor
-from nemo_rl_ext.integration.turns import GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
+from nemo_rl_ext.receipts.evidence import belongs_to, items_of_turn
+from nemo_rl_ext.receipts.receipt import Receipt
+from nemo_rl_ext.receipts.store import actor_handle, rollout_key
 from nemo_rl_ext.rollout.fitting import TurnRequest
+from nemo_rl_ext.rollout.gym_conversation import GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class ActorAlignment:
     max_model_len: int | None = None
     temporal_patch_size: int = 2
     _source_is_reported: bool = field(default=False, init=False)
+    _store: Any = field(default=None, init=False)
 
     @classmethod
     def start(
@@ -128,7 +132,7 @@ class ActorAlignment:
         Raises:
             ValueError: for a verdict that the settings want raised, with the whole report.
         """
-        conversation = read_conversation(row, result)
+        conversation = await self._with_receipts(read_conversation(row, result))
         if not conversation.has_media or not conversation.turns:
             return None
         plan = await self._plan(row, conversation, static_attached)
@@ -179,18 +183,42 @@ class ActorAlignment:
             ),
         )
 
-    def _report_source(self, turn: GymTurn) -> None:
-        """Say once whether the recorded grids that were asked for do arrive."""
-        if self._source_is_reported or self.settings.evidence != "receipt" or not turn.sources:
+    async def _with_receipts(self, conversation: GymConversation) -> GymConversation:
+        """The conversation with the engine's receipts: those that came with it, else those in the job's store.
+
+        NeMo-Gym's model server drops fields that it does not know, so most come from the store.
+        """
+        if self.settings.evidence != "receipt" or not conversation.has_media:
+            return conversation
+        if self._store is None:
+            self._store = actor_handle()
+        wanted = [turn for turn in conversation.turns if turn.receipt is None and turn.logprobs]
+        found: list[Receipt | None] = []
+        if wanted and self._store is not None:
+            keys = [rollout_key(turn.request_ids, turn.sampled_ids, turn.logprobs) for turn in wanted]
+            found = await asyncio.wrap_future(self._store.get.remote(keys).future())
+        stored = iter(found or [None] * len(wanted))
+        turns = tuple(
+            dataclasses.replace(turn, receipt=next(stored))
+            if turn.receipt is None and turn.logprobs
+            else turn
+            for turn in conversation.turns
+        )
+        self._report_source(turns)
+        return dataclasses.replace(conversation, turns=turns)
+
+    def _report_source(self, turns: Sequence[GymTurn]) -> None:
+        """Say once whether the receipts that were asked for do arrive."""
+        if self._source_is_reported or not turns:
             return
         self._source_is_reported = True
-        if turn.captured is None:
+        if turns[0].receipt is None:
             logger.warning(
-                "the first turn with images came without `media_grids`: patch grids come from the placeholder runs; "
-                "the model server between the engine and this actor must hand the field on"
+                "the first rollout with media came without a receipt: the placeholder runs alone are evidence. "
+                "Receipts come from vLLM workers of this job, under the rollout's ids and log-probs"
             )
         else:
-            logger.info("the engine's patch grids arrive with the rollouts")
+            logger.info("the engine's media receipts arrive with the rollouts")
 
     def _requests(
         self, row_id: str, conversation: GymConversation, static_attached: bool
@@ -198,22 +226,19 @@ class ActorAlignment:
         requests: list[NemoRLTurnRequest] = []
         earlier: tuple[MediaSource, ...] = ()
         for index, turn in enumerate(conversation.turns):
-            media = tuple(
-                MediaSource(ref=reference_of(source), where=f"row {row_id}") for source in turn.sources
-            )
-            captured = None
-            self._report_source(turn)
-            if self.settings.evidence == "receipt" and turn.captured is not None:
-                # The engine records every image of the request, earlier turns' included.
-                own = turn.captured[len(earlier) : len(earlier) + len(media)]
-                captured = tuple(Grid(*grid) for grid in own) if len(own) == len(media) else None
+            ids = np.asarray(turn.prompt_ids, dtype=np.int64)
+            shown = turn.shown(len(find_all_runs(ids, self.neutral.family.grammars)))
+            media = tuple(MediaSource(ref=reference_of(source), where=f"row {row_id}") for source in shown)
+            receipt = None
+            if turn.receipt is not None and belongs_to(turn.receipt, np.asarray(turn.request_ids)):
+                receipt = items_of_turn(turn.receipt, len(earlier), len(turn.request_ids) - len(ids))
             requests.append(
                 NemoRLTurnRequest(
                     row_id=row_id,
                     turn=index,
-                    token_ids=np.asarray(turn.prompt_ids, dtype=np.int64),
+                    token_ids=ids,
                     media=media,
-                    captured=captured,
+                    receipt=receipt,
                     max_model_len=self.max_model_len,
                     earlier_media=earlier,
                     static_attached=static_attached and index == 0,

@@ -123,7 +123,7 @@ class NemoRLAligner:
                 aligned = fitting.judge(turn, media, processed.grids if processed else None)
             if not aligned.changed:
                 return AlignedTurn(tensors=processed, report=aligned.report, changed=False)
-        return fitting.result(turn, aligned, (time.perf_counter() - started) * 1e3)
+        return fitting.result(turn, media, aligned, (time.perf_counter() - started) * 1e3)
 
     def _processed(
         self, turn: NemoRLTurnRequest, expected: tuple[Grid, ...], images: Sequence[MeasuredImage]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl_ext.integration.capture import request_capture
+from nemo_rl_ext.integration.capture import ReceiptHandOver, request_receipts
 from nemo_rl_ext.integration.in_process import bind, install_in_process, wrap
 from nemo_rl_ext.integration.known_processor import check_processor
 from nemo_rl_ext.integration.probe import probe
@@ -101,8 +101,11 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
             logger.info(
                 "media tokens are banned from sampling through %s", ", ".join(ban_media_tokens(config))
             )
-        if settings.evidence == "receipt" and not request_capture(config):
-            settings = settings.model_copy(update={"evidence": "runs"})
+        if settings.evidence == "receipt":
+            if request_receipts(config):
+                ReceiptHandOver.start()
+            else:
+                settings = settings.model_copy(update={"evidence": "runs"})
         video = pick(config, "policy.generation.vllm_cfg.video.temporal_patch_size")
         config.env["nemo_gym"][ACTOR_KEY] = {
             **settings.model_dump(mode="json"),

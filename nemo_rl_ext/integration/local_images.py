@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_rl_ext.integration.turns import IMAGE_TYPES
+from nemo_rl_ext.rollout.gym_conversation import IMAGE_TYPES
 
 ImagePart = tuple[dict[str, Any], str]
 """A content part and the key of it that holds the reference."""

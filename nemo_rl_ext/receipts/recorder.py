@@ -110,7 +110,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 def _sender_caches() -> list[type]:
     """The classes that hold processed media in the front end; receivers stand in the engine core."""
-    found = {}
+    found: dict[type, None] = {}
     for name in _CACHE_MODULES:
         try:
             module = importlib.import_module(name)

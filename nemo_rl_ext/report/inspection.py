@@ -132,7 +132,7 @@ class Inspector:
     def row(self, row: StoredRow) -> RowResult:
         """Judge one rollout the way a run would: turn by turn, split where an earlier image changed."""
         items = [self._item(source) for turn in row.media for source in turn]
-        segments = to_segments(row.turns, self.family.grammar)
+        segments = to_segments(row.turns, self.family.grammars)
         reports = tuple(report for segment in segments for report in self._segment(row, segment, items))
         resizes = tuple(str(resize) for segment in segments for resize in segment.resizes)
         if any(report.neutral for report in reports):

@@ -58,6 +58,8 @@ class AlignerConfig:
     num_frames: int = 8
     video_backend: Backend = "decord"
     trust_remote_code: bool = False
+    identify: bool = False
+    """Take the digest of what is decoded, for comparison with an engine's receipts."""
 
 
 class RolloutAligner:
@@ -89,7 +91,7 @@ class RolloutAligner:
         if not media:
             return StaticTurn(tensors=None)
         try:
-            decoded = [self.reader.decode(source) for source in media]
+            decoded = [self.reader.decode(source, identify=self.config.identify) for source in media]
         except (ValueError, OSError) as error:
             return StaticTurn(tensors=None, error=str(error))
         facts = tuple(fact for fact, _ in decoded)
@@ -157,4 +159,4 @@ class RolloutAligner:
                 self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)
             )
         aligned = fitting.judge(turn, media, turn.static_grids)
-        return fitting.result(turn, aligned, (time.perf_counter() - started) * 1e3)
+        return fitting.result(turn, media, aligned, (time.perf_counter() - started) * 1e3)

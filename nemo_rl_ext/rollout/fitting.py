@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from nemo_rl_ext.align.evidence import EngineRequest, Evidence
@@ -14,8 +15,10 @@ from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn, Render, align_turn
-from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.align.verdict import MediaReport, Reason, TurnReport
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
+from nemo_rl_ext.receipts.evidence import evidence_of
+from nemo_rl_ext.receipts.receipt import ItemReceipt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,8 @@ class TurnRequest:
     `facts` are what was measured of the media before (one per item), so that a turn with nothing to repair touches
     no file; without them each item is measured again. `static_grids` are the grids of the static tensors that the
     driver holds for this turn, one per run, None where it holds none. A matched turn then comes back without
-    tensors. `captured`, `evidence`, `ordered` and `sampled` are those of `align_turn`. `max_model_len` is the engine's
+    tensors. `receipt` is what the engine said of the turn's media, counted in its own ids; `captured`, `ordered` and
+    `sampled` are those of `align_turn`. `max_model_len` is the engine's
     context length where all images of a request are sized together, for want of a processor cache. `earlier_media`
     and `later_media` are those of the same engine request before and after this turn's.
     """
@@ -37,7 +41,7 @@ class TurnRequest:
     facts: tuple[MediaFacts, ...] | None = None
     static_grids: tuple[Grid, ...] | None = None
     captured: tuple[Grid, ...] | None = None
-    evidence: tuple[Evidence, ...] | None = None
+    receipt: tuple[ItemReceipt, ...] | None = None
     ordered: bool = False
     sampled: bool = False
     max_model_len: int | None = None
@@ -47,7 +51,8 @@ class TurnRequest:
     def identity(self) -> Hashable:
         """Equal for two turns of one row that must come out equal."""
         media = (self.earlier_media, self.media, self.later_media)
-        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured, self.evidence
+        receipt = msgspec.json.encode(self.receipt)
+        return self.turn, self.token_ids.tobytes(), media, self.static_grids, self.captured, receipt
 
 
 def unchanged(tensors: MediaTensors) -> MediaTensors:
@@ -80,15 +85,21 @@ class TurnFitting:
         self, turn: TurnRequest, media: tuple[MediaItem, ...], static_grids: tuple[Grid, ...] | None
     ) -> AlignedTurn:
         """Align a turn against static grids, one per run; what is open is judged with the engine request."""
+        evidence = (
+            evidence_of(turn.receipt, media, turn.token_ids, self.family)
+            if turn.receipt is not None
+            else None
+        )
+        items = media
 
         def align(request: EngineRequest | None = None) -> AlignedTurn:
             return align_turn(
                 turn.token_ids,
-                media,
+                items,
                 family=self.family,
                 static=None if static_grids is None else MediaTensors(grids=static_grids, values={}),
                 captured=turn.captured,
-                evidence=turn.evidence,
+                evidence=evidence,
                 request=request,
                 ordered=turn.ordered,
                 sampled=turn.sampled,
@@ -102,20 +113,42 @@ class TurnFitting:
         undecided = {Reason.AMBIGUOUS_GRID, Reason.ORDER_SUSPECT} & set(aligned.report.reasons())
         if undecided and (request := self._engine_request(turn)):
             aligned = align(request)
+        if evidence and turn.receipt and (unproven := _unproven(aligned.report, evidence)):
+            same_file = [index for index in unproven if turn.receipt[index].file == media[index].content_hash]
+            if same_file != unproven:
+                # The tensors are the trainer's own already; only decoding tells whether they show what was served.
+                items = tuple(
+                    self._identified(item) if i in unproven else item for i, item in enumerate(media)
+                )
+                return align(request=None)
+            reports = tuple(
+                dataclasses.replace(report, content_proven=True) if report.index in unproven else report
+                for report in aligned.report.media
+            )
+            aligned = dataclasses.replace(aligned, report=dataclasses.replace(aligned.report, media=reports))
         return aligned
 
-    def result(self, turn: TurnRequest, aligned: AlignedTurn, repair_ms: float) -> AlignedTurn:
+    def _identified(self, item: MediaItem) -> MediaItem:
+        try:
+            return item.identified()
+        except (ValueError, OSError) as error:
+            return dataclasses.replace(item, error=str(error))
+
+    def result(
+        self, turn: TurnRequest, media: tuple[MediaItem, ...], aligned: AlignedTurn, repair_ms: float
+    ) -> AlignedTurn:
         """What is sent back: tensors only where they are not the static ones, and once for equal repairs."""
         if not aligned.changed:
             return AlignedTurn(tensors=None, report=aligned.report, changed=False)
         tensors = aligned.tensors
         if tensors is not None:
-            key = (
-                tuple((source.ref, source.kind) for source in turn.media),
-                tensors.grids,
-                aligned.report.neutral,
-            )
-            tensors = self._shared.setdefault(key, self.complete(tensors))
+            # By what was decoded, never by name: rows may call different frames by one name. A damaged turn's blank
+            # media are those of its runs alone.
+            neutral = aligned.report.neutral
+            content = () if neutral else tuple(map(_content, media, aligned.report.media))
+            tensors = self.complete(tensors)
+            if None not in content:
+                tensors = self._shared.setdefault((content, tensors.grids, neutral), tensors)
         report = dataclasses.replace(aligned.report, repair_ms=repair_ms)
         return AlignedTurn(tensors=tensors, report=report, changed=True)
 
@@ -130,3 +163,19 @@ class TurnFitting:
             sizes=tuple(item.size for item in every),
             first=len(turn.earlier_media),
         )
+
+
+def _content(item: MediaItem, report: MediaReport) -> Hashable:
+    """What was decoded of an item: its content and the frames that were used; None where it is not known."""
+    return (item.content_hash, report.frames or item.frame_indices) if item.content_hash else None
+
+
+def _unproven(report: TurnReport, evidence: Sequence[Evidence]) -> list[int]:
+    """Media that fit by their runs, of which the engine named the pixels, and whose own pixels nobody compared yet."""
+    if report.neutral:
+        return []
+    return [
+        item.index
+        for item, said in zip(report.media, evidence, strict=True)
+        if said.served and not said.named and not item.content_proven
+    ]

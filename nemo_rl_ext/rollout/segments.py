@@ -9,6 +9,7 @@ each is trained on the prompt that it was drawn from: a new segment starts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.align.runs import Grammar, find_runs
+from nemo_rl_ext.align.runs import Grammar, find_all_runs
+from nemo_rl_ext.receipts.evidence import belongs_to, items_of_turn, same_media
+from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,27 +30,30 @@ class EngineTurn:
 
     `prompt_token_ids` int [tokens] as the engine expanded them, `token_ids` int [sampled] and `logprobs` float
     [sampled] of the assistant's answer. `num_media` counts the media of the whole request, earlier turns included;
-    `captured` are their grids where the engine recorded them, `weight_versions` the versions of the weights that
-    drew the answer, more than one when an update came in between.
+    `receipt` is what the engine said of them, where it did. `weight_versions` are the versions of the weights that drew
+    the answer, more than one when an update came in between.
     """
 
     prompt_token_ids: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
     num_media: int
-    captured: tuple[Grid, ...] | None = None
+    receipt: Receipt | None = None
     weight_versions: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserTurn:
-    """A message of a segment that carries media: items `first_media` up to `last_media` of the conversation."""
+    """A message of a segment that carries media: items `first_media` up to `last_media` of the conversation.
+
+    `receipt` is what the engine said of the request's media from `first_media` on, counted in the message's own ids.
+    """
 
     message: int
     turn: int
     first_media: int
     last_media: int
-    captured: tuple[Grid, ...] | None = None
+    receipt: tuple[ItemReceipt, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ class Segment:
         return {version for message in self.message_log for version in message.get("weight_versions", ())}
 
 
-def to_segments(turns: Sequence[EngineTurn], grammar: Grammar) -> list[Segment]:
+def to_segments(turns: Sequence[EngineTurn], grammars: Sequence[Grammar]) -> list[Segment]:
     """Split a conversation into segments. Every sampled token is in exactly one assistant message.
 
     Messages are dicts with `role`, `token_ids` int64 [tokens] and, for assistants, `generation_logprobs`
@@ -88,25 +95,31 @@ def to_segments(turns: Sequence[EngineTurn], grammar: Grammar) -> list[Segment]:
     segments: list[Segment] = []
     seen = np.empty(0, dtype=np.int64)
     num_media = 0
+    shown: tuple[ItemReceipt, ...] | None = None
     for index, turn in enumerate(turns):
         prompt = np.asarray(turn.prompt_token_ids, dtype=np.int64)
+        receipt = _own_receipt(turn, prompt)
         continues = bool(segments) and len(prompt) >= len(seen) and np.array_equal(prompt[: len(seen)], seen)
+        if continues and shown is not None and receipt is not None:
+            # Equal ids over other pixels: what was sampled before was drawn from another prompt.
+            continues = same_media(shown, receipt.items[: len(shown)])
         if continues:
             new, first = prompt[len(seen) :], num_media
             segment = segments[-1]
         else:
-            resizes = _resizes(index, turns, grammar) if index else ()
+            resizes = _resizes(index, turns, grammars) if index else ()
             new, first = prompt, 0
             segment = Segment(message_log=[], resizes=resizes)
             segments.append(segment)
-        captured = turn.captured[first : turn.num_media] if turn.captured is not None else None
         segment.user_turns.append(
             UserTurn(
                 message=len(segment.message_log),
                 turn=index,
                 first_media=first,
                 last_media=turn.num_media,
-                captured=captured,
+                receipt=items_of_turn(receipt, first, len(prompt) - len(new))
+                if receipt is not None
+                else None,
             )
         )
         answer = np.asarray(turn.token_ids, dtype=np.int64)
@@ -121,13 +134,26 @@ def to_segments(turns: Sequence[EngineTurn], grammar: Grammar) -> list[Segment]:
         ]
         seen = np.concatenate((prompt, answer))
         num_media = turn.num_media
+        shown = receipt.items if receipt is not None else None
     return segments
 
 
-def _resizes(index: int, turns: Sequence[EngineTurn], grammar: Grammar) -> tuple[Resize, ...]:
+def _own_receipt(turn: EngineTurn, prompt: np.ndarray) -> Receipt | None:
+    """The turn's receipt, if it is that of exactly this prompt; one of other ids is no evidence."""
+    if turn.receipt is None or belongs_to(turn.receipt, prompt):
+        return turn.receipt
+    logger.warning(
+        "a media receipt belongs to another prompt (%d tokens, here %d) and is not used",
+        turn.receipt.prompt_tokens,
+        len(prompt),
+    )
+    return None
+
+
+def _resizes(index: int, turns: Sequence[EngineTurn], grammars: Sequence[Grammar]) -> tuple[Resize, ...]:
     """The runs that turn `index` shares with the turn before it and that have another length there."""
-    before = find_runs(turns[index - 1].prompt_token_ids, grammar).lengths.tolist()
-    after = find_runs(turns[index].prompt_token_ids, grammar).lengths.tolist()
+    before = find_all_runs(turns[index - 1].prompt_token_ids, grammars).lengths.tolist()
+    after = find_all_runs(turns[index].prompt_token_ids, grammars).lengths.tolist()
     return tuple(
         Resize(turn=index, media=media, before=old, after=new)
         for media, (old, new) in enumerate(zip(before, after, strict=False))

@@ -223,7 +223,7 @@ SETTINGS = settings(
 @given(data=st.data())
 def test_an_undamaged_conversation_is_aligned_turn_by_turn_through_all_segments(family, data):
     turns, things = data.draw(conversations(family))
-    segments = to_segments(turns, family.grammar)
+    segments = to_segments(turns, (family.grammar,))
     sampled = [m["token_ids"].tolist() for s in segments for m in s.message_log if m["role"] == "assistant"]
     assert sampled == [turn.token_ids.tolist() for turn in turns], "every sampled token trains once"
     seen = []
@@ -248,7 +248,7 @@ def test_an_undamaged_conversation_is_aligned_turn_by_turn_through_all_segments(
 @given(data=st.data())
 def test_damage_never_loses_a_turn_and_nothing_unproven_is_attached(family, data):
     turns, things = data.draw(conversations(family))
-    for segment in to_segments(turns, family.grammar):
+    for segment in to_segments(turns, (family.grammar,)):
         for turn in segment.user_turns:
             ids = segment.message_log[turn.message]["token_ids"].tolist()
             mine = things[turn.first_media : turn.last_media]

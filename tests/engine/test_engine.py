@@ -580,7 +580,7 @@ def test_actor_serves_and_leaves_no_process_when_killed(cluster, config, policy)
     """bfloat16 this time, from a float32 checkpoint: what the demo runs."""
     import ray
 
-    actor = start_engine(dataclasses.replace(config, precision="bfloat16"))
+    actor = start_engine(config.model_copy(update=dict(precision="bfloat16")))
     asked = request(image(128, 96), n=4, max_new_tokens=16)
     weights = ray.put(nudged(policy, 1.5))
     before = ray.get(actor.generate.remote([asked]))[0]

@@ -26,7 +26,8 @@ def checkpoint(tmp_path_factory):
 def row(*images, role="user"):
     content = [{"type": "input_image", "image_url": image} for image in images]
     content.append({"type": "input_text", "text": "?"})
-    return {"responses_create_params": {"input": [{"role": role, "content": content}]}}
+    prompt = {"input": [{"role": role, "content": content}]}
+    return {"responses_create_params": prompt, "verifier_metadata": {"answer": "l"}}
 
 
 @pytest.fixture

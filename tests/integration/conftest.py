@@ -22,6 +22,9 @@ import pytest
 import torch
 from PIL import Image
 
+from nemo_rl_ext.media.identity import file_digest, pixel_digest
+from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt, prompt_digest
+
 START, CONTEXT, END = 3, 5, 4
 
 
@@ -84,7 +87,7 @@ def gym_result(row, runs, *, tool=None, sampled=(11, 12), grids=None):
     prompt, sampled = prompt_ids(runs), list(sampled)
     output = [{"prompt_token_ids": prompt, "generation_token_ids": sampled}]
     if grids is not None:
-        output[0]["media_grids"] = grids
+        output[0]["media_receipt"] = receipt_of(row, prompt, runs, grids)
     if tool is not None:
         url, tool_runs = tool
         output.append({"role": "user", "content": [{"type": "input_image", "image_url": url}]})
@@ -96,6 +99,28 @@ def gym_result(row, runs, *, tool=None, sampled=(11, 12), grids=None):
         "responses_create_params": {"input": messages},
         "reward": 0.0,
     }
+
+
+def receipt_of(row, prompt, runs, grids):
+    """What the engine would say of the first images of a row: their files, and these patch grids."""
+    urls = [part["image_url"] for part in row["responses_create_params"]["input"][0]["content"]]
+    items, start = [], 1
+    for url, run, (height, width) in zip(urls, runs, grids, strict=False):
+        data = base64.b64decode(url.partition(",")[2])
+        digest = pixel_digest(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+        items.append(
+            ItemReceipt(
+                kind="image",
+                pixels=digest,
+                served=digest,
+                file=file_digest(data),
+                range=(start, run + 2),
+                runs=((start + 1, run),),
+                geometry={"imgs_sizes": [16 * height, 16 * width]},
+            )
+        )
+        start += run + 2
+    return Receipt(prompt_tokens=len(prompt), prompt=prompt_digest(prompt), items=tuple(items)).as_dict()
 
 
 class PoolInThisProcess:

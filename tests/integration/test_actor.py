@@ -83,21 +83,37 @@ def test_a_verdict_that_shall_be_raised_is_raised_with_its_report(alignment, row
         plan(alignment(**{setting: "raise"}), row, rows.result(row, runs))
 
 
-def test_recorded_grids_settle_a_tie_and_their_absence_is_reported_once(alignment, rows, caplog):
+def test_receipts_settle_a_tie_and_their_absence_is_reported_once(alignment, rows, caplog):
     row = rows.row([rows.url(500, 500)])
-    captured = alignment(evidence="receipt")
+    with_receipts = alignment(evidence="receipt")
     with caplog.at_level(logging.INFO):
-        found = plan(captured, row, rows.result(row, [240], grids=[[32, 30]]))
-        plan(captured, row, rows.result(row, [240], grids=[[32, 30]]))
-    assert found.record.reports[0].media[0].verdict is Verdict.REPAIRED
-    assert caplog.text.count("the engine's patch grids arrive") == 1
+        found = plan(with_receipts, row, rows.result(row, [240], grids=[[32, 30]]))
+        plan(with_receipts, row, rows.result(row, [240], grids=[[32, 30]]))
+    (judged,) = found.record.reports[0].media
+    assert (judged.verdict, judged.content_proven) == (Verdict.REPAIRED, True)
+    assert caplog.text.count("media receipts arrive") == 1
     with caplog.at_level(logging.WARNING):
         missing = plan(alignment(evidence="receipt"), row, rows.result(row, [240]))
     assert missing.record.reports[0].reasons() == (Reason.AMBIGUOUS_GRID,)
-    assert "came without `media_grids`" in caplog.text
-    # A record of another request's length is no evidence.
-    short = plan(alignment(evidence="receipt"), row, rows.result(row, [240], grids=[]))
-    assert short.record.neutral
+    assert "came without a receipt" in caplog.text
+
+
+def test_a_request_with_other_media_than_the_row_s_is_masked_by_name(alignment, rows):
+    row, other = rows.row([rows.url(160, 320)]), rows.row([rows.url(160, 320, 7)])
+    gone, changed = rows.result(row, [50], grids=[]), rows.result(row, [50])
+    (theirs,) = rows.result(other, [50], grids=[[10, 20]])["response"]["output"]
+    changed["response"]["output"][0]["media_receipt"] = theirs["media_receipt"]
+    for reason, result in ((Reason.MEDIA_GONE, gone), (Reason.CONTENT_CHANGED, changed)):
+        found = plan(alignment(evidence="receipt"), row, result)
+        assert found.record.neutral and reason in found.record.reports[0].reasons()
+
+
+def test_a_matched_row_is_proven_by_its_file_alone(alignment, rows):
+    row = rows.row([rows.url(160, 320)])
+    (report,) = plan(
+        alignment(evidence="receipt"), row, rows.result(row, [50], grids=[[10, 20]])
+    ).record.reports
+    assert report.media[0].content_proven and report.media[0].verdict is Verdict.MATCHED
 
 
 def test_tool_images_sampled_media_tokens_and_text(alignment, rows):

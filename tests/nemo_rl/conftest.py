@@ -273,7 +273,7 @@ def engine(tmp_path_factory, nemo_rl_root):
         while "READY " not in (text := log.read_text(errors="replace")):
             assert server.poll() is None, text[-3000:]
             time.sleep(1)
-        assert "patch grids are returned as `media_grids`" in text
+        assert "media receipts are returned as `media_receipt`" in text
         yield model, text.split("READY ")[1].split()[0]
     finally:
         # The engine's core is a process of its own, in the server's session.

@@ -118,8 +118,7 @@ class EngineEdge:
             "generation_token_ids": choice["token_ids"],
             "generation_log_probs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
         }
-        if choice["message"].get("media_grids") is not None:
-            item["media_grids"] = choice["message"]["media_grids"]
+        # A receipt in the body is dropped, as NeMo-Gym's own model server does: it comes from the job's store.
         return row, {
             "response": {
                 "agent_input": copy.deepcopy(messages),

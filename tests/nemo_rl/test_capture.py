@@ -45,7 +45,7 @@ def test_without_a_free_key_the_runs_decide_and_it_is_said(recipe, checkpoint, i
     with caplog.at_level("WARNING"):
         plugins, source = set_up(recipe, checkpoint)
     assert str(PLUGIN) not in plugins and source == "runs"
-    assert "both taken: patch grids come from the placeholder runs" in caplog.text
+    assert "both taken: the placeholder runs alone are evidence" in caplog.text
 
 
 def test_with_runs_as_the_evidence_no_plugin_is_named(recipe, checkpoint, installed):

@@ -31,7 +31,7 @@ def test_recorded_grids_settle_what_runs_leave_open(
         "runs": ["patch grids from the placeholder runs"],
         "receipt": [
             "patch grids from the engine's record",
-            "the engine's patch grids arrive with the rollouts",
+            "the engine's media receipts arrive with the rollouts",
         ],
     }
     before = [said(line) for line in lines[evidence]]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nemo_rl.data.multimodal_utils import extract_input_image_sources_from_responses_messages
 from PIL import Image
 
-from nemo_rl_ext.integration.turns import read_conversation
+from nemo_rl_ext.rollout.gym_conversation import read_conversation
 
 REFERENCES = [f"data:image/png;base64,{name}" for name in "ABCD"]
 

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt, prompt_digest
 from nemo_rl_ext.rollout.segments import EngineTurn, to_segments
 
 GRAMMAR = Grammar(6, 5, 7)
@@ -13,13 +13,23 @@ def run(length):
     return [6, *[5] * length, 7]
 
 
-def turn(prompt, answer, num_media, captured=None):
+def item(served, start, length):
+    return ItemReceipt(
+        kind="image", pixels=served, served=served, range=(start - 1, length + 2), runs=((start, length),)
+    )
+
+
+def receipt(prompt, *items):
+    return Receipt(prompt_tokens=len(prompt), prompt=prompt_digest(prompt), items=items)
+
+
+def turn(prompt, answer, num_media, receipt=None):
     return EngineTurn(
         prompt_token_ids=np.array(prompt, np.int32),
         token_ids=np.array(answer, np.int32),
         logprobs=-np.ones(len(answer), np.float32),
         num_media=num_media,
-        captured=captured,
+        receipt=receipt,
     )
 
 
@@ -31,7 +41,11 @@ def test_turns_that_continue_form_one_segment():
     first = [20, *run(3), 21]
     second = [*first, 30, 31, 22, *run(2), 23]
     (segment,) = to_segments(
-        [turn(first, [30, 31], 1, (Grid(2, 6),)), turn(second, [32], 2, (Grid(2, 6), Grid(2, 4)))], GRAMMAR
+        [
+            turn(first, [30, 31], 1, receipt(first, item("a", 2, 3))),
+            turn(second, [32], 2, receipt(second, item("a", 2, 3), item("b", 11, 2))),
+        ],
+        (GRAMMAR,),
     )
     assert roles(segment) == [
         ("user", first),
@@ -39,9 +53,9 @@ def test_turns_that_continue_form_one_segment():
         ("user", [22, *run(2), 23]),
         ("assistant", [32]),
     ]
-    assert [(u.message, u.first_media, u.last_media, u.captured) for u in segment.user_turns] == [
-        (0, 0, 1, (Grid(2, 6),)),
-        (2, 1, 2, (Grid(2, 4),)),
+    assert [(u.message, u.first_media, u.last_media, u.receipt) for u in segment.user_turns] == [
+        (0, 0, 1, (item("a", 2, 3),)),
+        (2, 1, 2, (item("b", 2, 2),)),
     ]
     assert segment.resizes == ()
 
@@ -49,18 +63,37 @@ def test_turns_that_continue_form_one_segment():
 def test_a_resized_earlier_image_starts_a_segment_on_its_own_prompt():
     first = [20, *run(9), 21]
     second = [20, *run(4), 21, 30, 31, 22, *run(4), 23]
-    one, two = to_segments([turn(first, [30, 31], 1), turn(second, [32], 2)], GRAMMAR)
+    one, two = to_segments([turn(first, [30, 31], 1), turn(second, [32], 2)], (GRAMMAR,))
     assert roles(one) == [("user", first), ("assistant", [30, 31])]
     assert roles(two) == [("user", second), ("assistant", [32])]
     assert [(u.first_media, u.last_media) for u in two.user_turns] == [(0, 2)]
     assert [str(resize) for resize in two.resizes] == ["media 0 had 9 tokens in turn 0 and 4 in turn 1"]
 
 
+def test_other_pixels_under_equal_ids_start_a_segment():
+    """The file of the first turn's image was rewritten between two turns."""
+    first = [20, *run(3), 21]
+    second = [*first, 30, 31, 22]
+    turns = [
+        turn(first, [30, 31], 1, receipt(first, item("a", 2, 3))),
+        turn(second, [32], 1, receipt(second, item("b", 2, 3))),
+    ]
+    one, two = to_segments(turns, (GRAMMAR,))
+    assert [u.receipt for u in two.user_turns] == [(item("b", 2, 3),)]
+    assert roles(two)[0] == ("user", second)
+
+
+def test_a_receipt_of_another_prompt_is_not_used():
+    first = [20, *run(3), 21]
+    (segment,) = to_segments([turn(first, [30], 1, receipt([20, *run(4)], item("a", 2, 4)))], (GRAMMAR,))
+    assert segment.user_turns[0].receipt is None
+
+
 @pytest.mark.parametrize("cut", [1, 3, 7])
 def test_a_replaced_prefix_starts_a_segment(cut):
     first = [20, *run(3), 21]
     second = [*first, 30, 31, 22][cut:]
-    segments = to_segments([turn(first, [30, 31], 1), turn(second, [32], 1)], GRAMMAR)
+    segments = to_segments([turn(first, [30, 31], 1), turn(second, [32], 1)], (GRAMMAR,))
     assert len(segments) == 2
     assert roles(segments[1])[0] == ("user", second)
 
@@ -79,7 +112,7 @@ def test_every_sampled_token_is_trained_exactly_once():
             answer = rng.integers(30, 40, rng.integers(0, 4)).tolist()
             turns.append(turn(prompt, answer, num_media))
             prompt = [*prompt, *answer, 22]
-        segments = to_segments(turns, GRAMMAR)
+        segments = to_segments(turns, (GRAMMAR,))
         sampled = [
             m["token_ids"].tolist() for s in segments for m in s.message_log if m["role"] == "assistant"
         ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.align.grids import Grid
-from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.runs import Grammar, has_context
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.grpo.collecting.player import Conversation
@@ -43,12 +43,12 @@ class GroupAssembly:
     """The generations of one prompt between the engine and training."""
 
     def __init__(
-        self, conversations: Sequence[Conversation], options: AlignmentOptions, grammar: Grammar
+        self, conversations: Sequence[Conversation], options: AlignmentOptions, grammars: Sequence[Grammar]
     ) -> None:
-        self.conversations, self.options, self.grammar = conversations, options, grammar
+        self.conversations, self.options, self.grammars = conversations, options, grammars
         for conversation in conversations:
-            _keep_row(conversation, grammar)
-        self.segments = [to_segments(conversation.turns, grammar) for conversation in conversations]
+            _keep_row(conversation, grammars)
+        self.segments = [to_segments(conversation.turns, grammars) for conversation in conversations]
         self.requests, self._places = self._turn_requests() if options.enabled else ([], [])
 
     def _turn_requests(self) -> tuple[list[TurnRequest], list[tuple[int, int, int, int]]]:
@@ -68,7 +68,7 @@ class GroupAssembly:
                 by_message = {turn.message: turn for turn in segment.user_turns}
                 for place, message in enumerate(segment.message_log):
                     turn = by_message.get(place)
-                    sampled_context = bool((message["token_ids"] == self.grammar.context_id).any())
+                    sampled_context = has_context(message["token_ids"].numpy(), self.grammars)
                     if turn is None and not sampled_context:
                         continue
                     media = every[turn.first_media : turn.last_media] if turn is not None else ()
@@ -82,7 +82,7 @@ class GroupAssembly:
                         media=media,
                         facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
                         static_grids=self._static_grids(conversation, number, turn),
-                        captured=turn.captured if turn is not None else None,
+                        receipt=turn.receipt if turn is not None else None,
                         ordered=self.options.ordered,
                         sampled=message["role"] == "assistant",
                         max_model_len=self.options.max_model_len if media else None,
@@ -150,11 +150,12 @@ class GroupAssembly:
             reattach_static_media(views, [_static_message(conversation, turn) for turn in turns])
 
 
-def _keep_row(conversation: Conversation, grammar: Grammar) -> None:
+def _keep_row(conversation: Conversation, grammars: Sequence[Grammar]) -> None:
     """A row that nothing could be sampled for stays a training sequence: its prompt without media or answer."""
     if conversation.turns:
         return
-    text = conversation.prompt[conversation.prompt != grammar.context_id]
+    media = [grammar.context_id for grammar in grammars]
+    text = conversation.prompt[~np.isin(conversation.prompt, media)]
     nothing = np.empty(0, np.int32)
     conversation.turns.append(
         EngineTurn(prompt_token_ids=text, token_ids=nothing, logprobs=nothing.astype(np.float32), num_media=0)

@@ -65,8 +65,8 @@ class Collector:
     def collect(self, rows: Sequence[ManifestRow], *, step: int) -> list[PromptGroup]:
         """One prompt group per row, in order; every group has all its rollouts."""
         played = self.player.play(rows, self.sampling, self.num_generations, step=step)
-        grammar = self.pool.family.grammar
-        assemblies = [GroupAssembly(conversations, self.options, grammar) for conversations in played]
+        grammars = self.pool.family.grammars
+        assemblies = [GroupAssembly(conversations, self.options, grammars) for conversations in played]
         aligned = self._align(assemblies)
         return [
             PromptGroup(row=row, rollouts=assembly.rollouts(next(aligned), self._score), step=step)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult, VideoInput
@@ -65,13 +64,13 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Player:
-    """Runs conversations on the engine. With `captured` the engine's grids are recorded beside the ids."""
+    """Runs conversations on the engine. With `receipts` what the engine says of its media is kept."""
 
     engine: EngineClient
     pool: AlignerPool
     renderer: PromptRenderer
     max_turns: int
-    captured: bool
+    receipts: bool
 
     def play(
         self, rows: Sequence[ManifestRow], sampling: Sampling, num_generations: int, *, step: int
@@ -139,28 +138,17 @@ class Player:
             conversation.error = result.error
             return
         output = result.outputs[index]
-        captured = self._captured(conversation, result) if self.captured else None
         conversation.turns.append(
             EngineTurn(
                 prompt_token_ids=result.prompt_token_ids,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
                 num_media=sum(len(turn) for turn in conversation.media[: len(conversation.turns) + 1]),
-                captured=captured,
+                receipt=result.receipt if self.receipts else None,
                 weight_versions=tuple(sorted({version for version, *_ in output.weight_versions}))
                 or (result.weight_version_start,),
             )
         )
-
-    def _captured(self, conversation: Conversation, result: GenerationResult) -> tuple[Grid, ...] | None:
-        """The engine's grids in prompt order; it lists images and videos apart. None where the lists do not add up."""
-        images = iter([Grid(*grid) for grid in result.grids])
-        videos = iter([Grid(*grid[1:]) for grid in result.video_grids])
-        media = [source for turn in conversation.media[: len(conversation.turns) + 1] for source in turn]
-        counts = [sum(source.kind == kind for source in media) for kind in ("image", "video")]
-        if counts != [len(result.grids), len(result.video_grids)]:
-            return None
-        return tuple(next(videos if source.kind == "video" else images) for source in media)
 
 
 def _video_metadata(fact: MediaFacts) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class VllmEngine:
         if media_data:
             prompt["multi_modal_data"] = media_data
         try:
-            engine_input = self._llm._preprocess_cmpl_one(prompt)
+            engine_input: Mapping[str, Any] = self._llm._preprocess_cmpl_one(prompt)
         except Exception as error:
             raise _refusal(request, error) from error
         return engine_input

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def training_rows(
     ]
 
 
-def row_of(segment: Segment, **about: object) -> TrainingRow:
+def row_of(segment: Segment, **about: Any) -> TrainingRow:
     """A segment's message log as one row; `about` are further fields of the row."""
     log = segment.message_log
     logprobs = [

@@ -8,9 +8,14 @@ images: nothing is opened here. Tests hold the two against each other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from nemo_rl_ext.receipts.receipt import Receipt, read_receipt
+
+logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = ("input_image", "image", "image_url")
 VIDEO_TYPES = ("input_video", "video", "video_url")
@@ -21,13 +26,25 @@ _TOOL_IMAGE_PREFIXES = ("data:image/", "http://", "https://", "file://")
 class GymTurn:
     """One trainable turn: its new prompt tokens, its sampled tokens, and the images that came before it.
 
-    `sources` are strings, or PIL images where an agent in the same process handed them over.
+    `prompt_ids` are the last of `request_ids`, the whole prompt of the engine's request. `sources` are strings, or PIL
+    images where an agent in the same process handed them over. Those at the positions `bare` are tool results that are
+    nothing but an image's URL as text: some model servers make an image of it, others hand it on as text.
+    `receipt` is what the engine said of the request's media, where it came with the result.
     """
 
     prompt_ids: Sequence[int]
     sampled_ids: Sequence[int]
     sources: tuple[Any, ...]
-    captured: tuple[tuple[int, int], ...] | None = None
+    bare: frozenset[int] = frozenset()
+    request_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    receipt: Receipt | None = None
+
+    def shown(self, num_runs: int) -> tuple[Any, ...]:
+        """The images that the engine was shown, given how many placeholder runs the new prompt tokens hold."""
+        if self.bare and num_runs == len(self.sources) - len(self.bare):
+            return tuple(source for place, source in enumerate(self.sources) if place not in self.bare)
+        return self.sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +90,56 @@ def read_conversation(row: Mapping[str, Any], result: Mapping[str, Any]) -> GymC
 
 def _turns(output: Sequence[Mapping[str, Any]], observed: Any) -> Iterator[GymTurn]:
     pending: list[Any] = []
+    bare: set[int] = set()
+
+    def gather(item: Mapping[str, Any]) -> None:
+        sources = item_sources(item)
+        if isinstance(item.get("output"), str):
+            bare.update(range(len(pending), len(pending) + len(sources)))
+        pending.extend(sources)
+
     for item in observed if isinstance(observed, list) else ():
         if isinstance(item, Mapping) and item.get("role") != "assistant":
-            pending += item_sources(item)
+            gather(item)
     seen = 0
     for item in output:
         if item.get("generation_token_ids"):
             prompt, sampled = item["prompt_token_ids"], item["generation_token_ids"]
-            grids = item.get("media_grids")
             yield GymTurn(
                 prompt_ids=prompt[seen:],
                 sampled_ids=sampled,
                 sources=tuple(pending),
-                captured=tuple(map(tuple, grids)) if grids is not None else None,
+                bare=frozenset(bare),
+                request_ids=prompt,
+                logprobs=item.get("generation_log_probs") or (),
+                receipt=_receipt(item),
             )
             seen = len(prompt) + len(sampled)
-            pending = []
+            pending.clear()
+            bare.clear()
         elif item.get("role") != "assistant":
-            pending += item_sources(item)
+            gather(item)
+
+
+def _receipt(item: Mapping[str, Any]) -> Receipt | None:
+    """The receipt beside an item's token ids; one that cannot be read is none."""
+    values = item.get("media_receipt")
+    if not isinstance(values, Mapping):
+        return None
+    try:
+        return read_receipt(values)
+    except ValueError as error:
+        logger.warning("a media receipt in a Gym result is not used: %s", error)
+        return None
 
 
 def item_sources(item: Mapping[str, Any]) -> list[Any]:
-    """The images of one Responses item that is not an assistant's."""
-    if item.get("type") == "function_call_output":
-        output = item.get("output")
-        return [output] if isinstance(output, str) and output.startswith(_TOOL_IMAGE_PREFIXES) else []
+    """The images of one Responses item that is not an assistant's; a tool's result may be one, or a list of parts."""
     content = item.get("content") or []
+    if item.get("type") == "function_call_output":
+        content = item.get("output")
+        if isinstance(content, str):
+            return [content] if content.startswith(_TOOL_IMAGE_PREFIXES) else []
     if not isinstance(content, list):
         return []
     found = (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-from nemo_rl_ext.integration.turns import read_conversation
+from nemo_rl_ext.receipts.receipt import Receipt, prompt_digest
+from nemo_rl_ext.rollout.gym_conversation import read_conversation
 
 A, B, C = "data:image/png;base64,A", "data:image/png;base64,B", "data:image/png;base64,C"
 
@@ -58,6 +59,25 @@ def test_text_has_no_media_and_a_video_is_the_trainers():
     assert read.has_video and read.has_media and read.turns[0].sources == ()
 
 
-def test_recorded_grids_travel_with_their_turn():
-    item = answer([1, 2], [3]) | {"media_grids": [[4, 6]]}
-    assert conversation([user(image(A))], [item]).turns[0].captured == ((4, 6),)
+def test_a_tool_s_part_list_is_read_as_a_message_s():
+    tool = {"type": "function_call_output", "output": [{"type": "input_text", "text": "see"}, image(B)]}
+    read = conversation([user(image(A))], [answer([1, 2], [3]), tool, answer([1, 2, 3, 4], [5])])
+    assert [turn.sources for turn in read.turns] == [(A,), (B,)]
+    assert read.turns[1].shown(1) == (B,)
+
+
+def test_a_bare_url_is_an_image_where_the_engine_made_one_of_it():
+    tool = {"type": "function_call_output", "output": B}
+    items = [answer([1, 2], [3]), tool, user(image(C)), answer([1, 2, 3, 4], [5])]
+    turn = conversation([user(image(A))], items).turns[1]
+    assert turn.shown(2) == (B, C)
+    assert turn.shown(1) == (C,)
+
+
+def test_a_receipt_travels_with_its_turn_and_a_broken_one_is_none():
+    receipt = Receipt(prompt_tokens=2, prompt=prompt_digest([1, 2]))
+    item = answer([1, 2], [3]) | {"media_receipt": receipt.as_dict()}
+    (turn,) = conversation([user(image(A))], [item]).turns
+    assert turn.receipt == receipt and list(turn.request_ids) == [1, 2]
+    item["media_receipt"] = {"prompt": 3}
+    assert conversation([user(image(A))], [item]).turns[0].receipt is None
