@@ -78,6 +78,8 @@ copy=$(mktemp -d "${TMPDIR:-/tmp}/nemo-rl.XXXXXX")
 trap 'rm -rf "$copy"' EXIT
 (cd "$checkout" && tar -cf - --exclude=.git --exclude=3rdparty --exclude='.venv*' .) | tar -xf - -C "$copy"
 mkdir -p "$copy/hf/modules"
+# A clone with its history: the probe is run over it, too.
+[ -z "${NEMO_RL_CLONE:-}" ] && [ -e "$checkout/.git" ] && export NEMO_RL_CLONE="$checkout"
 say "running tests/nemo_rl against $checkout"
 cd "$root"
 # shellcheck disable=SC2086  # ARGS is a list of words

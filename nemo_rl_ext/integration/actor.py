@@ -61,12 +61,14 @@ class AlignedNemoGym(UpstreamNemoGym):  # type: ignore[misc]  # known only at ru
         nemo_gym_examples: list[dict[str, Any]],
         timer_prefix: str,
         deduplicate_multimodal_data: bool = False,
+        *args: Any,
+        **options: Any,
     ) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any] | None], None]:
         """Stream rollouts as NeMo-RL does, each aligned by then."""
         alignment: ActorAlignment | None = getattr(self, "_alignment", None)
         if alignment is None or self.rch is None:
             async for item in UpstreamNemoGym.run_rollouts(
-                self, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data
+                self, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data, *args, **options
             ):
                 yield item
             return
@@ -79,7 +81,7 @@ class AlignedNemoGym(UpstreamNemoGym):  # type: ignore[misc]  # known only at ru
         call.rch = AligningCollection(self.rch, alignment, static_attached=deduplicate_multimodal_data)
         try:
             async for item in UpstreamNemoGym.run_rollouts(
-                call, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data
+                call, nemo_gym_examples, timer_prefix, deduplicate_multimodal_data, *args, **options
             ):
                 yield item
         finally:
@@ -92,13 +94,14 @@ class AlignedNemoGym(UpstreamNemoGym):  # type: ignore[misc]  # known only at ru
         tokenizer: Any,
         *,
         include_initial_multimodal_data: bool = True,
+        **options: Any,
     ) -> dict[str, Any]:
         plan: RolloutPlan | None = None
         if isinstance(nemo_gym_result, dict):
             plan = nemo_gym_result.pop(PLAN_KEY, None)
         include = include_initial_multimodal_data or (plan is not None and plan.keeps_initial)
         result: dict[str, Any] = UpstreamNemoGym._postprocess_nemo_gym_to_nemo_rl_result(
-            self, nemo_gym_row, nemo_gym_result, tokenizer, include_initial_multimodal_data=include
+            self, nemo_gym_row, nemo_gym_result, tokenizer, include_initial_multimodal_data=include, **options
         )
         if plan is None:
             return result

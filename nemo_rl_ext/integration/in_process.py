@@ -25,11 +25,13 @@ _originals: list[tuple[Any, str, Any]] = []
 def install_in_process() -> None:
     """Wrap what collects rollouts or loads rows; what the process has not imported, it does not use. Idempotent.
 
+    Where NeMo-RL aligns media itself nothing is wrapped.
+
     Raises:
         UnknownNemoRLError: when NeMo-RL's code is not what the hooks know.
     """
-    if not _originals:
-        probe()
+    if not _originals and probe().in_tree:
+        return
     _show_log()
     extend_processor_names()
     rollouts = sys.modules.get("nemo_rl.experience.rollouts")

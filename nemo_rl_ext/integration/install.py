@@ -40,6 +40,8 @@ def install_driver() -> bool:
             ", ".join(found.in_tree),
         )
         return False
+    for line in found.beside:
+        logger.info("%s", line)
     install_in_process()
 
     import nemo_rl.algorithms.utils as tokenizers
@@ -78,8 +80,10 @@ def with_synced_template(original: Callable[..., Any]) -> Callable[..., Any]:
         RecipeError: for a processor whose engine-side counts are not known.
     """
 
-    def get_tokenizer(tokenizer_config: dict[str, Any], get_processor: bool = False) -> Any:
-        loaded = original(tokenizer_config, get_processor=get_processor)
+    def get_tokenizer(
+        tokenizer_config: dict[str, Any], get_processor: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        loaded = original(tokenizer_config, get_processor, *args, **options)
         if not get_processor:
             return loaded
         check_processor(loaded)
@@ -91,8 +95,8 @@ def with_synced_template(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_settings(original: Callable[..., None]) -> Callable[..., None]:
     """For `nemo_gym.setup_nemo_gym_config`: check the recipe, ban media tokens, hand the actor its settings."""
 
-    def setup_nemo_gym_config(config: Any, tokenizer: Any) -> None:
-        original(config, tokenizer)
+    def setup_nemo_gym_config(config: Any, tokenizer: Any, *args: Any, **options: Any) -> None:
+        original(config, tokenizer, *args, **options)
         settings = settings_of(config)
         if not settings.enabled:
             return

@@ -38,9 +38,11 @@ Message = dict[str, Any]
 def reattach_respecting_marks(original: Callable[..., None]) -> Callable[..., None]:
     """For `rollouts._reattach_static_multimodal_payloads_to_result`: one call visits both views of a rollout."""
 
-    def reattach(result: dict[str, Any], source_message_log: list[Message]) -> None:
+    def reattach(
+        result: dict[str, Any], source_message_log: list[Message], *args: Any, **options: Any
+    ) -> None:
         with marks_respected([result[view] for view in VIEWS if result.get(view)]):
-            original(result, source_message_log)
+            original(result, source_message_log, *args, **options)
             record: RolloutRecord | None = result.get(RECORD_KEY)
             if record is not None:
                 _check_static(result, record, source_message_log)
@@ -55,10 +57,12 @@ def attach_respecting_marks(original: Callable[..., None]) -> Callable[..., None
     view that also holds answers.
     """
 
-    def attach(target_message_log: list[Message], source_message_log: list[Message]) -> None:
+    def attach(
+        target_message_log: list[Message], source_message_log: list[Message], *args: Any, **options: Any
+    ) -> None:
         is_last = any(message.get("role") == "assistant" for message in target_message_log)
         with marks_respected([target_message_log], consume=is_last):
-            original(target_message_log, source_message_log)
+            original(target_message_log, source_message_log, *args, **options)
 
     return attach
 

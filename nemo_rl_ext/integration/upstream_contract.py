@@ -13,13 +13,18 @@ KNOWN_COMMIT = "7ea279abf"
 class Target:
     """A function that is wrapped, replaced or relied on, and what about it must hold.
 
-    `parameters` are its parameter names in order; `mentions` names and string constants that its body uses.
+    `parameters` are names that it must have, in this order. Others may stand beside them where they have defaults, or
+    anywhere where the hook is `forwarding` whatever it is called with. `mentions` are names and string constants that
+    its body uses, `plain_calls` functions that it calls without awaiting them.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
     mentions: tuple[str, ...] = ()
+    plain_calls: tuple[str, ...] = ()
+    forwarding: bool = False
+    is_async: bool = False
     used_by: str
 
 
@@ -36,6 +41,8 @@ TARGETS = (
             "include_initial_multimodal_data",
             "encode_images_in_examples",
         ),
+        forwarding=True,
+        is_async=True,
         used_by="actor",
     ),
     Target(
@@ -59,6 +66,7 @@ TARGETS = (
             "full_result",
             "_initial_multimodal_data_omitted",
         ),
+        forwarding=True,
         used_by="actor",
     ),
     Target(
@@ -71,16 +79,9 @@ TARGETS = (
     Target(
         module="nemo_rl.environments.nemo_gym",
         name="spinup_nemo_gym_actor",
-        parameters=(
-            "env_configs",
-            "base_urls",
-            "model_name",
-            "tokenizer",
-            "enable_router_replay",
-            "routed_experts_dtype",
-            "use_fastokens",
-        ),
+        parameters=(),
         mentions=("NemoGym", "initial_global_config_dict", "tokenizer_config"),
+        forwarding=True,
         used_by="driver",
     ),
     Target(
@@ -88,6 +89,7 @@ TARGETS = (
         name="setup_nemo_gym_config",
         parameters=("config", "tokenizer"),
         mentions=("tokenizer_config", "nemo_gym"),
+        forwarding=True,
         used_by="driver",
     ),
     Target(
@@ -95,6 +97,7 @@ TARGETS = (
         name="get_tokenizer",
         parameters=("tokenizer_config", "get_processor"),
         mentions=("chat_template",),
+        forwarding=True,
         used_by="driver",
     ),
     Target(
@@ -109,6 +112,8 @@ TARGETS = (
         name="_reattach_static_multimodal_payloads_to_result",
         parameters=("result", "source_message_log"),
         mentions=("input_message_log", "message_log", "attach_static_multimodal_payload"),
+        forwarding=True,
+        plain_calls=("attach_static_multimodal_payload",),
         used_by="reattach",
     ),
     Target(
@@ -116,33 +121,51 @@ TARGETS = (
         name="attach_static_multimodal_payload",
         parameters=("target_message_log", "source_message_log"),
         mentions=("user", "PackedTensor"),
+        forwarding=True,
         used_by="reattach",
     ),
     Target(
         module="nemo_rl.experience.rollouts",
         name="_postprocess_single_nemo_gym_group",
-        parameters=(
-            "nemo_gym_rows",
-            "results",
-            "timer",
-            "timer_prefix",
-            "policy_generation",
-            "input_batch",
-            "tokenizer",
-            "log_full_result_tables",
-            "effort_config",
-            "reward_penalty_config",
-            "thinking_tags",
-            "mask_env_flagged_samples",
-        ),
+        parameters=("nemo_gym_rows", "results", "mask_env_flagged_samples"),
         mentions=("rollout_metrics", "final_batch", "loss_multiplier", "mask_sample"),
+        forwarding=True,
+        plain_calls=("_extract_mask_sample_flags",),
         used_by="metrics",
+    ),
+    Target(
+        module="nemo_rl.experience.rollouts",
+        name="run_async_nemo_gym_rollout",
+        parameters=(),
+        mentions=("original_message_logs", "mask_env_flagged_samples"),
+        plain_calls=("_reattach_static_multimodal_payloads_to_result", "_postprocess_single_nemo_gym_group"),
+        forwarding=True,
+        is_async=True,
+        used_by="reattach",
+    ),
+    Target(
+        module="nemo_rl.experience.rollouts",
+        name="_extract_mask_sample_flags",
+        parameters=("results",),
+        mentions=("full_result", "instance_config", "mask_sample"),
+        forwarding=True,
+        used_by="masking",
+    ),
+    Target(
+        module="nemo_rl.algorithms.grpo",
+        name="_apply_mask_sample_filter",
+        parameters=("repeated_batch",),
+        mentions=("mask_sample", "loss_multiplier"),
+        forwarding=True,
+        used_by="masking",
     ),
     Target(
         module="nemo_rl.experience.rollout_manager",
         name="AsyncNemoGymRolloutImpl.run_rollout",
         parameters=("self", "input_sample"),
         mentions=("attach_static_multimodal_payload", "prompt_message_log", "completions", "message_log"),
+        is_async=True,
+        plain_calls=("attach_static_multimodal_payload",),
         used_by="reattach",
     ),
     Target(
@@ -178,6 +201,8 @@ NAMES = {
 }
 """Names of modules that are extended, rebound or imported; defined or imported there at module level."""
 
-IN_TREE_MARKERS = ("ROLLOUT_MATCHED_MEDIA_KEY", "_rollout_matched_media")
-"""Names that NeMo-RL would use if it matched media to rollouts itself; found in either file, this package stands
-aside."""
+ATTACHING = (
+    ("nemo_rl.environments.nemo_gym", "_attach_multimodal_data_to_user_message"),
+    ("nemo_rl.data.multimodal_utils", "attach_image_model_inputs_to_message"),
+)
+"""The functions that give a turn its images, where NeMo-RL would look at the turn's placeholder runs itself."""

@@ -166,14 +166,20 @@ def pool(aligner):
 @pytest.fixture
 def nemo_rl_tree(tmp_path):
     """Source text with every function and name of the contract, as the probe reads it."""
-    from nemo_rl_ext.integration.upstream_contract import NAMES, TARGETS
+    from nemo_rl_ext.integration.upstream_contract import ATTACHING, NAMES, TARGETS
 
     root = tmp_path / "tree" / "nemo_rl"
     text = {module: [f"{name} = ()" for name in names] for module, names in NAMES.items()}
     text["nemo_rl.package_info"] = ["MAJOR = 0", "MINOR = 6", "PATCH = 0"]
+    module, name = ATTACHING[0]
+    text[module] = [f"def {name}(user_message, *, images, processor):", "    pass"]
     for target in TARGETS:
         owner, _, function = target.name.rpartition(".")
-        body = [f"def {function}({', '.join(target.parameters)}):", f"    return {list(target.mentions)!r}"]
+        body = [
+            f"{'async ' if target.is_async else ''}def {function}({', '.join(target.parameters)}):",
+            *(f"    {name}()" for name in target.plain_calls),
+            f"    return {list(target.mentions)!r}",
+        ]
         lines = text.setdefault(target.module, [])
         if owner and f"class {owner}:" not in lines:
             lines.append(f"class {owner}:")

@@ -67,6 +67,9 @@ def test_it_stands_aside_for_a_nemo_rl_that_aligns(nemo_rl_shapes, nemo_rl_tree,
     with caplog.at_level(logging.WARNING):
         assert not install.install_driver()
     assert "stands aside" in caplog.text
+    install_in_process()
+    rollouts = sys.modules["nemo_rl.experience.rollouts"]
+    assert not is_wrapped(rollouts._reattach_static_multimodal_payloads_to_result)
 
 
 def test_another_nemo_rl_is_not_bound(nemo_rl_shapes, nemo_rl_tree):

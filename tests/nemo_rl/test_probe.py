@@ -53,19 +53,19 @@ def test_this_checkout_is_known(other):
             "environments/nemo_gym.py",
             "self.rch.run_examples(",
             "self.rch.stream(",
-            "NemoGym.run_rollouts in .* no longer uses run_examples",
+            "NemoGym.run_rollouts in .* does not use run_examples",
         ),
         (
             "environments/nemotron_utils.py",
             "NEMOTRON_VIDEO_PROCESSOR_NAMES",
             "VIDEO_PROCESSORS",
-            "nemo_rl.environments.nemotron_utils in .* no longer has NEMOTRON_VIDEO_PROCESSOR_NAMES",
+            "nemo_rl.environments.nemotron_utils in .* does not have NEMOTRON_VIDEO_PROCESSOR_NAMES",
         ),
         (
             "experience/rollout_manager.py",
             "attach_static_multimodal_payload(",
             "attach_payload(",
-            "AsyncNemoGymRolloutImpl.run_rollout in .* no longer uses attach_static_multimodal_payload",
+            "AsyncNemoGymRolloutImpl.run_rollout in .* does not use attach_static_multimodal_payload",
         ),
     ],
 )
@@ -89,15 +89,14 @@ def test_behaviour_in_the_tree_is_noticed(other):
         "TokenizerType = ",
         'ROLLOUT_MATCHED_MEDIA_KEY = "x"\nTokenizerType = ',
     )
-    assert probe(other).in_tree == ("ROLLOUT_MATCHED_MEDIA_KEY",)
+    assert probe(other).in_tree == ("nemo_rl.experience.rollouts uses ROLLOUT_MATCHED_MEDIA_KEY",)
 
 
-def test_the_installer_stands_aside_for_it(monkeypatch, caplog):
-    from nemo_rl_ext.integration import install
-
-    monkeypatch.setattr(
-        install, "probe", lambda: type("Found", (), {"in_tree": ("X",), "version": "9", "root": "there"})()
+def test_an_added_keyword_is_passed_on(other):
+    change(
+        other,
+        "experience/rollouts.py",
+        "    mask_env_flagged_samples: bool = True,\n",
+        "    mask_env_flagged_samples: bool = True,\n    reward_shaping_config: dict | None = None,\n",
     )
-    with caplog.at_level("WARNING"):
-        assert install.install_driver() is False
-    assert "stands aside" in caplog.text
+    assert not probe(other).in_tree
