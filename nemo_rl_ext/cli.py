@@ -54,6 +54,16 @@ COMMANDS = (
         example="nemo-rl-ext census data/*.jsonl",
     ),
     Command(
+        name="fit",
+        function="nemo_rl_ext.manifest.fit_command:fit",
+        example="nemo-rl-ext fit manifest.jsonl fitted --model CHECKPOINT --max-model-len 16384",
+    ),
+    Command(
+        name="pin",
+        function="nemo_rl_ext.models.command:pin",
+        example="nemo-rl-ext pin CHECKPOINT PINNED --max-num-patches 8190",
+    ),
+    Command(
         name="inspect",
         function="nemo_rl_ext.report.command:inspect",
         example="nemo-rl-ext inspect rollouts.jsonl --model CHECKPOINT",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -180,7 +180,7 @@ class _Checker:
         if len(self._report.faults) > num_faults:
             return
         engine = self._config.engine
-        items = _items(row, sizes)
+        items = measured_items(row, sizes)
         predicted = forecast(row, items, engine)
         self._images.append(row_images(items, predicted, engine.max_new_tokens))
         self._report.num_rows += 1
@@ -239,7 +239,8 @@ def _named(error: Exception, media: MediaRef) -> str:
     return f"{shorten(media.ref)!r} cannot be measured: {reason} ({type(error).__name__})"
 
 
-def _items(row: ManifestRow, sizes: dict[MediaRef, Measured]) -> list[Measured]:
+def measured_items(row: ManifestRow, sizes: Mapping[MediaRef, Measured]) -> list[Measured]:
+    """A row's media items as `forecast` wants them, from the measurement of each reference."""
     items = []
     for item in media_items(row):
         size = sizes[item.first]

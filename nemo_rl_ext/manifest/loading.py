@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,14 @@ def load_manifest(
 
 
 def scan_manifest(
-    path: str | Path, *, policy: MediaPolicy | None = None, check_media: bool = True
+    path: str | Path,
+    *,
+    policy: MediaPolicy | None = None,
+    check_media: bool = True,
+    lines: Iterable[bytes] | None = None,
 ) -> Iterator[ManifestRow | RowFault]:
     """Every row, or the faults of its line, one line in memory at a time. Compressed files are read as they are, and
-    `-` is standard input, whose media paths start from the current directory.
+    `-` is standard input, whose media paths start from the current directory. `lines` are read instead of the file.
 
     Blank lines and a byte order mark are faults because NeMo-Gym's own reader dies of them; CRLF is fine.
     Raises `ManifestError` when the file itself cannot be read.
@@ -106,7 +110,7 @@ def scan_manifest(
     first_lines: dict[str, int] = {}
     media_faults: dict[str, str] = {}
     try:
-        for number, line in enumerate(text_lines(path), start=1):
+        for number, line in enumerate(text_lines(path) if lines is None else lines, start=1):
             parsed = _parse_line(line, str(path), number)
             if isinstance(parsed, list):
                 yield from parsed

@@ -41,6 +41,17 @@ class Measurements:
             if key not in self._futures:
                 self._futures[key] = threads.submit(self._measure, media, row.where, self._num_frames(row))
 
+    def now(self, row: ManifestRow, media: MediaRef) -> Measured:
+        """Measured in the calling thread; raises as `result` does."""
+        key = self._key(row, media)
+        if key not in self._futures:
+            self._futures[key] = future = Future()
+            try:
+                future.set_result(self._measure(media, row.where, self._num_frames(row)))
+            except Exception as error:
+                future.set_exception(error)
+        return self._futures[key].result()
+
     def result(self, row: ManifestRow, media: MediaRef) -> Measured:
         """Raises `MediaDecodeError`, or `ImportError` without a video decoder."""
         return self._futures[self._key(row, media)].result()

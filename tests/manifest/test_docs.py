@@ -61,3 +61,17 @@ def test_its_tables_are_complete():
     named = set(re.findall(r"`([\w.]+)`", PAGE))
     missing = {key for key in known_keys(ManifestRow) if key not in named and key != "metadata"}
     assert not missing - {"responses_create_params"}, "keys of a row that the page does not name"
+
+
+def test_the_page_on_prevention_names_commands_and_options_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "prevention.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^nemo-rl-ext (.*)$", page, re.M)
+    assert {command.split()[0] for command in commands} == {"check", "pin", "fit"}
+    for command in commands:
+        name, *arguments = shlex.split(command)
+        help_text = CliRunner().invoke(
+            build_app(), [name, "--help"], obj=CommonOptions(), env={"COLUMNS": "200"}
+        )
+        assert help_text.exit_code == 0
+        options = {argument for argument in arguments if argument.startswith("--")}
+        assert options <= set(re.findall(r"--[\w-]+", help_text.output))
