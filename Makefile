@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # VENV=dir        environment to build or reuse          PYTHON=path     CPython 3.11 to build it with
 # TORCH_INDEX=url index with +cpu builds of torch        ARGS="..."      further arguments of demo, bench and pytest
+# WORKERS=n       processes that run tests; 0: this one
 VENV ?= .venv
 NEMO_RL ?=
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
+# A file's tests share engines and Ray clusters, so a file stays with one worker; in the order of the folders the long
+# ones come first.
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-nemo-rl gym bench lint
@@ -28,10 +33,10 @@ demo: setup
 	@$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -m "not nemo_rl and not gym" $(ARGS)
+	@$(BIN)/python $(PYTEST) -m "not nemo_rl and not gym" $(ARGS)
 
 test-quick: setup
-	@$(BIN)/python -m pytest -m "not engine and not slow and not nemo_rl and not gym" $(ARGS)
+	@$(BIN)/python $(PYTEST) -m "not engine and not slow and not nemo_rl and not gym" $(ARGS)
 
 test-nemo-rl:
 	@scripts/nemo_rl_env.sh "$(NEMO_RL)"

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that must stand before torch, vLLM or Ray are imported, and deterministic property tests."""
 
+import logging
 import os
+import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +46,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny float32 checkpoint; read-only, one for the whole test run."""
+    """The tiny float32 checkpoint; read-only, one for the whole test run, its parallel workers included."""
     from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return build_tiny_checkpoint(folder / "tiny_checkpoint")
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`nemo-rl-ext ARGUMENTS` in this process, from its arguments to its exit code."""
+    from nemo_rl_ext import cli
+
+    package = logging.getLogger("nemo_rl_ext")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(package, name, getattr(package, name))
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.argv", ["nemo-rl-ext", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        output = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, output.out, output.err)
+
+    return run

@@ -11,12 +11,9 @@ import typer
 
 from nemo_rl_ext import cli
 
-BROKEN = """
-import sys, typer
-from nemo_rl_ext import cli
 
-def fail(kind: str, ctx: typer.Context):
-    '''Fail in a chosen way.'''
+def fail(kind: str, ctx: typer.Context) -> None:
+    """Fail in a chosen way."""
     if kind == "value":
         raise ValueError("rows.jsonl:3: expected text, found 4")
     if kind == "os":
@@ -33,22 +30,32 @@ def fail(kind: str, ctx: typer.Context):
         error = RuntimeError("a long remote traceback")
         error.cause = ValueError("rows.jsonl:4: no image")
         raise error
-    if kind == "pipe":
-        for _ in range(100_000):
-            print("line")
     print(ctx.obj)
 
-cli.COMMANDS = (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail value"),)
-sys.modules["broken"] = sys.modules["__main__"]
-sys.argv[0] = "nemo-rl-ext"
-if len(sys.argv) > 1:
-    cli.load_command = lambda function: fail
+
+@pytest.fixture
+def run(command, monkeypatch):
+    """A command line whose only command is `fail`."""
+    monkeypatch.setattr(
+        cli, "COMMANDS", (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail value"),)
+    )
+    monkeypatch.setattr(cli, "load_command", lambda function: fail)
+    return command
+
+
+PIPED = """
+import sys
+from nemo_rl_ext import cli
+
+def fail():
+    for _ in range(100_000):
+        print("line")
+
+cli.COMMANDS = (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail"),)
+cli.load_command = lambda function: fail
+sys.argv = ["nemo-rl-ext", "fail"]
 cli.main()
 """
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", BROKEN, *arguments], capture_output=True, text=True)
 
 
 def test_every_name_of_the_design_has_a_place():
@@ -74,51 +81,51 @@ def test_a_function_is_found_by_module_and_name():
 
 
 @pytest.mark.parametrize("kind", ["value", "remote"])
-def test_a_users_fault_is_one_line_and_code_2(kind):
+def test_a_users_fault_is_one_line_and_code_2(kind, run):
     done = run("fail", kind)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: rows.jsonl:")
 
 
-def test_a_missing_file_is_a_users_fault():
+def test_a_missing_file_is_a_users_fault(run):
     done = run("fail", "os")
     assert done.returncode == 2
     assert done.stderr == "error: [Errno 2] No such file or directory: '/nonexistent/rows.jsonl'\n"
 
 
-def test_an_unexpected_error_is_short_and_points_to_debug():
+def test_an_unexpected_error_is_short_and_points_to_debug(run):
     done = run("fail", "bug")
     assert done.returncode == 1
     assert done.stderr == "error: KeyError: 'absent'\nrun `nemo-rl-ext --debug ...` for the traceback\n"
 
 
-def test_debug_shows_the_traceback():
+def test_debug_shows_the_traceback(run):
     done = run("--debug", "fail", "value")
     assert done.returncode == 2
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.endswith("error: rows.jsonl:3: expected text, found 4\n")
 
 
-def test_a_missing_engine_names_the_extra():
+def test_a_missing_engine_names_the_extra(run):
     done = run("fail", "engine")
     assert done.returncode == 1
     assert "pip install 'nemo-rl-ext[engine]'" in done.stderr
 
 
-def test_interrupt_exits_130_without_a_traceback():
+def test_interrupt_exits_130_without_a_traceback(run):
     done = run("fail", "interrupt")
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
 
 
-def test_a_command_may_choose_its_exit_code():
+def test_a_command_may_choose_its_exit_code(run):
     assert run("fail", "code").returncode == 3
 
 
 def test_a_closed_pipe_is_not_an_error():
     process = subprocess.Popen(
-        [sys.executable, "-c", BROKEN, "fail", "pipe"],
+        [sys.executable, "-c", PIPED],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,41 +137,42 @@ def test_a_closed_pipe_is_not_an_error():
     assert "error" not in stderr and "Traceback" not in stderr
 
 
-def test_json_errors_are_one_object():
+def test_json_errors_are_one_object(run):
     done = run("--log-format", "json", "fail", "value")
     entry = json.loads(done.stderr)
     assert (entry["level"], entry["message"]) == ("error", "rows.jsonl:3: expected text, found 4")
     assert done.returncode == 2
 
 
-def test_options_before_the_command_reach_it():
+def test_options_before_the_command_reach_it(run):
     done = run("--quiet", "--log-format", "json", "fail", "nothing")
     assert done.stdout.strip() == "CommonOptions(debug=False, quiet=True, log_format='json')"
 
 
-def test_help_shows_the_example():
+def test_help_shows_the_example(run):
     assert "nemo-rl-ext fail value" in run("fail", "--help").stdout
     assert "nemo-rl-ext fail value" in run("--help").stdout
 
 
-def test_an_unknown_command_is_a_usage_error():
+def test_an_unknown_command_is_a_usage_error(run):
     done = run("nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr
 
 
-def test_version_names_what_is_installed():
-    done = subprocess.run([sys.executable, "-m", "nemo_rl_ext", "--version"], capture_output=True, text=True)
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+def test_version_names_what_is_installed(command):
+    lines = dict(line.split(" ", 1) for line in command("--version").stdout.splitlines())
     assert list(lines) == ["nemo-rl-ext", "torch", "ray", "vllm", "transformers", "NeMo-RL"]
     assert lines["ray"] == metadata.version("ray")
 
 
-def test_commands_of_this_installation_show_their_help():
-    app = typer.main.get_command(cli.build_app())
-    for name in app.commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "nemo_rl_ext", name, "--help"], capture_output=True, text=True
-        )
+def test_commands_of_this_installation_show_their_help(command):
+    for name in typer.main.get_command(cli.build_app()).commands:
+        done = command(name, "--help")
         assert done.returncode == 0, done.stderr
         assert f"nemo-rl-ext {name}" in done.stdout
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "nemo_rl_ext", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "nemo-rl-ext census" in done.stdout

@@ -45,12 +45,11 @@ def text_models(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def vlm_models(tmp_path_factory) -> tuple[Path, Path]:
+def vlm_models(tmp_path_factory, tiny_checkpoint) -> tuple[Path, Path]:
     """(student, teacher), tiny NemotronH-Omni checkpoints with different random weights."""
     from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
-    root = tmp_path_factory.mktemp("vlm_models")
-    return build_tiny_checkpoint(root / "student", seed=1), build_tiny_checkpoint(root / "teacher", seed=0)
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("student") / "tiny", seed=1), tiny_checkpoint
 
 
 def write_lines(path: Path, records: list) -> Path:

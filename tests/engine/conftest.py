@@ -34,16 +34,13 @@ class RunInputs:
 
 
 @pytest.fixture(scope="session")
-def make_inputs(tmp_path_factory) -> Callable[[int, int], RunInputs]:
+def make_inputs(tmp_path_factory, tiny_checkpoint) -> Callable[[int, int], RunInputs]:
     """Inputs with so many rows and validation rows; the checkpoint is one for all."""
     from nemo_rl_ext.manifest.demo import build_demo_manifest
-    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
-
-    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
     def make(num_rows: int, num_validation_rows: int) -> RunInputs:
         folder = tmp_path_factory.mktemp("inputs")
         build_demo_manifest(folder, num_rows=num_rows, num_validation_rows=num_validation_rows, seed=0)
-        return RunInputs(folder=folder, checkpoint=checkpoint)
+        return RunInputs(folder=folder, checkpoint=tiny_checkpoint)
 
     return make

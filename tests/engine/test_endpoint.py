@@ -20,7 +20,7 @@ GRAMMAR = Grammar(SPECIAL_TOKENS.index("<img>"), IMAGE_ID, SPECIAL_TOKENS.index(
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory):
+def endpoint(tiny_checkpoint):
     import ray
     from transformers import AutoTokenizer
 
@@ -31,14 +31,12 @@ def endpoint(tmp_path_factory):
     from nemo_rl_ext.grpo.engine.client import EngineClient
     from nemo_rl_ext.grpo.engine.config import EngineConfig
     from nemo_rl_ext.media.policy import MediaPolicy
-    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
-    model = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    engine = EngineClient(lambda: start_engine(EngineConfig(model=str(model))))
+    engine = EngineClient(lambda: start_engine(EngineConfig(model=str(tiny_checkpoint))))
     completions = Completions(
         engine=engine,
-        renderer=PromptRenderer(AutoTokenizer.from_pretrained(str(model))),
+        renderer=PromptRenderer(AutoTokenizer.from_pretrained(str(tiny_checkpoint))),
         sampling=Sampling(temperature=1.0, max_new_tokens=8, banned_token_ids=(IMAGE_ID,)),
         media_policy=MediaPolicy(),
         model_name="tiny",

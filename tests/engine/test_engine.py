@@ -30,7 +30,6 @@ from nemo_rl_ext.grpo.engine.requests import (
 from nemo_rl_ext.grpo.training.batch import MediaValues, PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.media.identity import pixel_digest
-from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, PAD_ID, SPECIAL_TOKENS, build_byte_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -43,8 +42,8 @@ BAN = tuple(range(len(SPECIAL_TOKENS)))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("engine") / "tiny")
+def checkpoint(tiny_checkpoint) -> Path:
+    return tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +11,21 @@ from PIL import Image
 
 from nemo_rl_ext.grpo.config import load_config
 from nemo_rl_ext.grpo.setup import prepare
-from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def bomb(tmp_path_factory):
+    """50 MB of pixels in 50 kB; takes a while to write."""
+    path = tmp_path_factory.mktemp("bomb") / "bomb.png"
+    Image.new("1", (20_000, 20_000)).save(path)
+    return path
 
 
 def row(*images, role="user"):
@@ -31,12 +36,12 @@ def row(*images, role="user"):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, bomb):
     Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / "good.png")
     noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "whole.png")
     (tmp_path / "half.png").write_bytes((tmp_path / "whole.png").read_bytes()[:20_000])
-    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    shutil.copy(bomb, tmp_path)
     return tmp_path
 
 
@@ -95,24 +100,11 @@ def test_a_directory_that_is_no_checkpoint_is_refused(folder, checkpoint, tmp_pa
         prepare(load_config(CONFIG, overrides(folder, cut, row("good.png"))))
 
 
-def test_the_command_answers_with_one_line_and_exit_code_2(folder, checkpoint):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "nemo_rl_ext",
-            "grpo",
-            "--config",
-            str(CONFIG),
-            "grpo.media_alignmnt.enabled=true",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
+def test_the_command_answers_with_one_line_and_exit_code_2(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = command("grpo", "--config", CONFIG, "grpo.media_alignmnt.enabled=true")
     assert done.returncode == 2
     assert "grpo.media_alignmnt" in done.stderr
     assert "media_alignment" in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (folder / "runs").exists()
+    assert not (tmp_path / "runs").exists()

@@ -22,16 +22,14 @@ pytestmark = [
 ]
 
 
-def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tmp_path, monkeypatch):
+def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tiny_checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     from nemo_rl_ext.grpo.collecting.collector import Collector
     from nemo_rl_ext.grpo.collecting.gym import in_process_scorer
     from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.loop import run_grpo
-    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 
-    build_tiny_checkpoint(tmp_path / "checkpoint")
     rows = [
         json.loads(line)
         for line in (ROOT / "gym_resources/resources_servers/sav_tracks/data/example.jsonl")
@@ -51,7 +49,7 @@ def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tmp_path, 
     config = load_config(
         ROOT / "configs" / "embedded_async.yaml",
         [
-            f"policy.model_name={tmp_path}/checkpoint",
+            f"policy.model_name={tiny_checkpoint}",
             "policy.build_tiny_checkpoint=false",
             f"data.train.data_path={manifest}",
             "data.validation=null",

@@ -104,10 +104,8 @@ def test_video_grids_equal_the_engines():
     assert VideoShape(target_num_patches=None, image_size=64).grid((9, 7), TINY) == Grid(4, 4)
 
 
-def test_text_is_counted_with_the_checkpoints_tokenizer(tmp_path, two_turns):
-    checkpoint = pytest.importorskip("nemo_rl_ext.models.checkpoint")
-    checkpoint.build_tiny_checkpoint(tmp_path / "tiny")
-    engine = engine_from_checkpoint(tmp_path / "tiny", max_model_len=512)
+def test_text_is_counted_with_the_checkpoints_tokenizer(tiny_checkpoint, tmp_path, two_turns):
+    engine = engine_from_checkpoint(tiny_checkpoint, max_model_len=512)
     assert engine.tiler == TINY and engine.video.temporal_patch_size == 2
     found = forecast(two_turns, images((480, 640)), engine)
     # One byte per token: role headers, questions and ends of turns, and the two wrappers of the image.

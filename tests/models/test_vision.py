@@ -6,13 +6,12 @@ import torch
 from nemo_rl_ext.align.pixels import patchify
 from nemo_rl_ext.grpo.training.batch import PolicyRow, collate
 from nemo_rl_ext.grpo.training.policy import Policy
-from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.vision import encode_media, unpatchify
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return Policy.from_pretrained(build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny"))
+def policy(tiny_checkpoint):
+    return Policy.from_pretrained(tiny_checkpoint)
 
 
 def item(frames, rows, columns, seed):

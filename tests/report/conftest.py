@@ -9,15 +9,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
-
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tiny_checkpoint: Path) -> Path:
     """The embedded run's own tiny checkpoint."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    build_tiny_checkpoint(folder, seed=0)
-    return folder
+    return tiny_checkpoint
 
 
 def step(number: int, **extra: float) -> dict:

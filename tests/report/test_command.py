@@ -5,8 +5,6 @@ import base64
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,11 +92,6 @@ def rows(family):
 def write(path, rows):
     path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     return path
-
-
-def cli(*arguments):
-    command = [sys.executable, "-m", "nemo_rl_ext", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=None)
 
 
 def inspected(path, checkpoint, **settings):
@@ -221,51 +214,48 @@ def test_rows_are_read_one_at_a_time(rows, tmp_path):
     assert len(list(reading)) == 2, "a line that is written while the file is read is still seen"
 
 
-@pytest.mark.slow
-def test_the_command_prints_json_lines_and_an_exit_code_for_ci(rows, tmp_path, checkpoint):
+def test_the_command_prints_json_lines_and_an_exit_code_for_ci(rows, tmp_path, checkpoint, command):
     path = write(tmp_path / "all.jsonl", rows.values())
-    done = cli("inspect", path, "--model", checkpoint, "--json")
+    done = command("inspect", path, "--model", checkpoint, "--json")
     assert done.returncode == 1, done.stderr
     *each, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert [entry["outcome"] for entry in each] == ["matched", "repaired", "masked", "repaired"]
     assert each[1]["turns"][0]["media"][0]["would_repair"] is True
     assert last["totals"]["rows"] == {"matched": 1, "repaired": 2, "masked": 1}
     fine = write(tmp_path / "fine.jsonl", [rows["matched"], rows["repaired"]])
-    assert cli("inspect", fine, "--model", checkpoint).returncode == 0
-    assert cli("inspect", fine, "--model", checkpoint, "--strict").returncode == 1
+    assert command("inspect", fine, "--model", checkpoint).returncode == 0
+    assert command("inspect", fine, "--model", checkpoint, "--strict").returncode == 1
 
 
-def test_the_table_names_rows_reasons_and_what_to_do(rows, tmp_path, checkpoint):
+def test_the_table_names_rows_reasons_and_what_to_do(rows, tmp_path, checkpoint, command):
     path = write(tmp_path / "r.jsonl", rows.values())
-    done = cli("inspect", path, "--model", checkpoint, "--show", "2")
+    done = command("inspect", path, "--model", checkpoint, "--show", "2")
     assert "4 rows: 1 matched, 2 repaired, 1 masked" in done.stdout
     assert "... 1 more rows" in done.stdout
     assert "run_count x1" in done.stdout and "chat template" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_wrong_checkpoint_or_file_is_one_line(rows, tmp_path, checkpoint):
+def test_a_wrong_checkpoint_or_file_is_one_line(rows, tmp_path, checkpoint, command):
     path = write(tmp_path / "r.jsonl", rows.values())
-    done = cli("inspect", path, "--model", tmp_path)
+    done = command("inspect", path, "--model", tmp_path)
     assert done.returncode == 2 and "\n" not in done.stderr.strip(), done.stderr
-    done = cli("inspect", tmp_path / "none.jsonl", "--model", checkpoint)
+    done = command("inspect", tmp_path / "none.jsonl", "--model", checkpoint)
     assert done.returncode == 2 and "none.jsonl" in done.stderr
 
 
-@pytest.mark.slow
-def test_report_prints_where_the_page_is(run_dir):
-    done = cli("report", run_dir)
+def test_report_prints_where_the_page_is(run_dir, command):
+    done = command("report", run_dir)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(run_dir / "report.html")
-    done = cli("report", run_dir.parent)
+    done = command("report", run_dir.parent)
     assert done.returncode == 2 and "metrics.jsonl" in done.stderr
 
 
-def test_the_page_about_looking_at_a_run_names_options_that_exist():
+def test_the_page_about_looking_at_a_run_names_options_that_exist(command):
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     assert {"--json", "--strict", "--version", "--quiet"} <= named
     helps = "".join(
-        cli(*arguments).stdout for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"))
+        command(*arguments).stdout for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"))
     )
     assert sorted(named - set(re.findall(r"--[a-z][a-z-]+", helps))) == []

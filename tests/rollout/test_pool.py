@@ -32,12 +32,9 @@ def media_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, media_dir):
-    from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
-
-    model_dir = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+def config(tiny_checkpoint, media_dir):
     return AlignerConfig(
-        model_dir=model_dir, media_policy=MediaPolicy(roots=(media_dir,)), base_dir=media_dir
+        model_dir=tiny_checkpoint, media_policy=MediaPolicy(roots=(media_dir,)), base_dir=media_dir
     )
 
 
