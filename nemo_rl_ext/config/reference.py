@@ -44,7 +44,7 @@ def _default(field: FieldInfo) -> str:
     return f"{_yaml(default)}{''.join(f' or {_yaml(value)}' for value in others)}"
 
 
-def _choices(annotation: Any) -> tuple:
+def _choices(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
     return ()

@@ -29,7 +29,8 @@ WHY = {
     Reason.TUBELET_COUNT: "The clip has another number of tubelets in the prompt than its frames make.",
     Reason.FRAME_GRID: "The tubelets of one clip have different lengths.",
     Reason.FRAME_TIMES: "The timestamps in the prompt are not times of this clip's frames.",
-    Reason.MIXED_SIZES: "The engine gave the row's images several sizes, and this training backend takes images of one size.",
+    Reason.MIXED_SIZES: "The engine gave the row's images several sizes, and this training backend takes one size "
+    "only.",
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",
     Reason.GENERATION_FAILED: "Nothing could be sampled for this row.",
