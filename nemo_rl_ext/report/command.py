@@ -11,12 +11,27 @@ import typer
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Directory that a run wrote (logger.log_dir).")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[RUN_DIR_B]", help="A second run, to show both side by side.")
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to write the page; RUN_DIR/report.html by default."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the page; RUN_DIR/report.html by default, of two runs RUN_DIR/compare-NAME.html.",
+        ),
     ] = None,
 ) -> None:
-    """Write a run's report: one HTML file that shows which rows were repaired or masked, and why."""
+    """Write a run's report: one HTML file that shows which rows were repaired or masked, and why.
+
+    With two runs: their rewards, log-prob gaps, repairs, cost and settings side by side.
+    """
+    if other is not None:
+        from nemo_rl_ext.report.comparison import write_comparison
+
+        typer.echo(write_comparison(run_dir, other, output))
+        return
     from nemo_rl_ext.report.page import write_report
 
     typer.echo(write_report(run_dir, output))

@@ -2,35 +2,32 @@
 (() => {
   const root = document.documentElement;
   const read = (name) => getComputedStyle(root).getPropertyValue(name).trim();
-  const charts = JSON.parse(document.getElementById("charts-data").textContent);
+  const charts = document.getElementById("charts-data").textContent;
+  const library = document.getElementById("charts-library").textContent;
+  // The colours of charts.py that stand for those of the theme.
+  const themed = { "#010203": "--text", "#010204": "--line", "#010205": "--card" };
+  let views = [];
 
-  const axis = (own) => ({ gridcolor: read("--line"), zerolinecolor: read("--line"), automargin: true, ...own });
-  const layoutOf = (chart) => ({
-    ...chart.layout,
-    autosize: true,
-    margin: { l: 56, r: 12, t: 8, b: 44 },
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: read("--text"), family: "system-ui, sans-serif", size: 12 },
-    hovermode: chart.layout.hovermode || (chart.name === "reasons" ? "closest" : "x unified"),
-    hoverlabel: { bgcolor: read("--card"), bordercolor: read("--line"), font: { color: read("--text") } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
-    xaxis: axis(chart.layout.xaxis || { title: { text: "step" } }),
-    yaxis: axis(chart.layout.yaxis),
-  });
-  const draw = () => {
-    if (typeof Plotly === "undefined") return;
-    for (const chart of charts) {
-      const place = document.getElementById("chart-" + chart.name);
-      Plotly.react(place, chart.traces, layoutOf(chart), { responsive: true, displaylogo: false, displayModeBar: false });
-    }
+  const load = async () => {
+    const bytes = Uint8Array.from(atob(library), (letter) => letter.charCodeAt(0));
+    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(unpacked).text();
+    document.head.append(script);
+    Bokeh.logger.set_level("off");
+  };
+  const draw = async () => {
+    if (typeof Bokeh === "undefined") return;
+    for (const view of views) view.clear();
+    const items = JSON.parse(charts.replace(/#01020[345]/g, (color) => read(themed[color])));
+    views = await Promise.all(items.map((item) => Bokeh.embed.embed_item(item)));
   };
 
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
   const apply = () => {
     root.dataset.theme = chosen || (system.matches ? "dark" : "light");
-    draw();
+    return draw();
   };
   document.getElementById("theme").addEventListener("click", () => {
     chosen = root.dataset.theme === "dark" ? "light" : "dark";
@@ -57,5 +54,8 @@
     });
   }
   apply();
-  root.dataset.ready = "yes";
+  const ready = () => { root.dataset.ready = "yes"; };
+  if (!library) ready();
+  else if (typeof DecompressionStream === "undefined") document.getElementById("no-charts").hidden = false;
+  else load().then(draw).then(ready);
 })();

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 Record = dict[str, Any]
 
@@ -22,6 +25,8 @@ class RunFiles:
     offences: tuple[Record, ...] = ()
     turns: tuple[Record, ...] = ()
     config: Record = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
+    """`run.json`: id, versions, state, and the error that ended the run."""
 
     def setting(self, dotted: str, default: Any = None) -> Any:
         """A value of the run's configuration by its dotted name."""
@@ -47,44 +52,102 @@ class RunFiles:
         return Path.cwd() / path
 
 
+class _Medium(TypedDict, total=False):
+    kind: str
+    source: str
+    verdict: str
+    size: tuple[int, int]
+    expected: list[int]
+    found: list[int]
+    grid: tuple[int, int] | None
+    static_grid: tuple[int, int] | None
+
+
+class _Turn(TypedDict, total=False):
+    """What a page reads of a turn or of a reason's first occurrence; further keys are free."""
+
+    step: int
+    turn: int | None
+    reason: str
+    reasons: list[str]
+    detail: str
+    media: list[_Medium]
+    num_media: int
+    num_expected: int
+    num_found: int
+    rollouts: int
+    repair_ms: float
+    num_bytes: int
+
+
+_TURN = TypeAdapter(_Turn)
+
+
 def read_run(run_dir: str | Path) -> RunFiles:
     """Read a run directory.
 
     Raises:
-        ValueError: when it is none: no directory, or no `metrics.jsonl` in it.
+        ValueError: when it is none: no directory, no `metrics.jsonl` in it, or lines in it that no run writes.
     """
     run_dir = Path(run_dir).resolve()
     if not run_dir.is_dir():
         raise ValueError(
             f"{run_dir} is not a directory; the directory that a run wrote (logger.log_dir) is expected"
         )
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
+    metrics, record = run_dir / "metrics.jsonl", _object(run_dir / "run.json")
+    # A run that failed before its first step wrote no metrics, but what ended it.
+    if not metrics.is_file() and "state" not in record:
         raise ValueError(f"{run_dir} holds no metrics.jsonl; the directory that a run wrote is expected")
-    steps = [record for record in _records(metrics) if isinstance(record.get("step"), int)]
+    if "fingerprint" in record:
+        raise ValueError(f"{run_dir} is a distillation run's; the report knows runs of `nemo-rl-ext grpo`")
     return RunFiles(
         run_dir=run_dir,
-        steps=tuple(steps),
-        offences=tuple(_records(run_dir / "offences.jsonl")),
-        turns=tuple(_records(run_dir / "turns.jsonl")),
+        steps=tuple(_records(metrics, _require_metrics)),
+        offences=tuple(_records(run_dir / "offences.jsonl", _TURN.validate_python)),
+        turns=tuple(_records(run_dir / "turns.jsonl", _TURN.validate_python)),
         config=_config(run_dir / "config.yaml"),
+        record=record,
     )
 
 
-def _records(path: Path) -> list[Record]:
-    """The JSON objects of a file; a line that is none (the last of a killed run) is left out."""
+def _records(path: Path, require: Callable[[Record], object]) -> list[Record]:
+    """The JSON objects of a file. Its last line may be cut: the run still writes, or was killed."""
     if not path.is_file():
         return []
     records = []
-    with open(path, encoding="utf-8", errors="replace") as handle:
-        for line in handle:
+    with open(path, "rb") as handle:
+        for number, line in enumerate(handle, start=1):
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                records.append(record)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
+                require(record)
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n"):
+                    break
+                problem = "; ".join(str(error).split("\n")[:3])
+                raise ValueError(
+                    f"{path}:{number}: no line that a run writes: {problem}; repair or remove the line"
+                ) from None
+            records.append(record)
     return records
+
+
+def _require_metrics(record: Record) -> None:
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"'step' must be a whole number, found {step!r}")
+    for name, value in record.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{name!r} must be a number, found {value!r:.80}")
+
+
+def _object(path: Path) -> Record:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def _config(path: Path) -> Record:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_ext.report.run_files import Record, RunFiles
+from nemo_rl_ext.report.wording import REFUSED
 
 VERDICTS = ("matched", "repaired", "ambiguous", "unalignable")
 
@@ -47,12 +49,12 @@ def summarize(run: RunFiles) -> Summary:
     accuracies = [step["eval/accuracy"] for step in run.steps if "eval/accuracy" in step]
 
     def total(name: str) -> float:
-        return float(sum(step.get(name, 0.0) for step in steps))
+        return float(sum(value for step in steps if math.isfinite(value := step.get(name, 0.0))))
 
     reasons: Counter[str] = Counter()
     for step in steps:
         for name, value in step.items():
-            if name.startswith("alignment/reason/"):
+            if name.startswith("alignment/reason/") and math.isfinite(value):
                 reasons[name.removeprefix("alignment/reason/")] += int(value)
     tenth = max(1, len(steps) // 10)
     return Summary(
@@ -73,7 +75,7 @@ def summarize(run: RunFiles) -> Summary:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    values = list(values)
+    values = [value for value in values if math.isfinite(value)]
     return sum(values) / len(values) if values else None
 
 
@@ -119,15 +121,15 @@ def row_stories(turns: Iterable[Record]) -> list[RowStory]:
         story.rollouts += int(turn.get("rollouts") or 1)
         story.steps.append(int(turn.get("step") or 0))
         story.repair_ms = max(story.repair_ms, float(turn.get("repair_ms") or 0.0))
-    order = ("masked", "repaired", "matched")
+    order = ("masked", "refused", "repaired", "matched")
     return sorted(
         stories.values(), key=lambda story: (order.index(story.outcome), -story.rollouts, story.row_id)
     )
 
 
 def outcome(turn: Record) -> str:
-    """`masked`, `repaired` or `matched`."""
+    """`masked`, `refused` (by the engine), `repaired` or `matched`."""
     if turn.get("neutral"):
-        return "masked"
+        return "refused" if list(turn.get("reasons") or ()) == [REFUSED] else "masked"
     verdicts = {item.get("verdict") for item in turn.get("media") or ()}
     return "repaired" if "repaired" in verdicts or turn.get("reasons") else "matched"

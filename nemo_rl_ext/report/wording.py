@@ -33,12 +33,15 @@ WHY = {
     "only.",
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",
-    Reason.GENERATION_FAILED: "Nothing could be sampled for this row.",
+    Reason.GENERATION_FAILED: "The engine refused this row: nothing was sampled for it.",
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""
 
 REPAIRS = {reason.value for reason in (Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED)}
 """Names of the reasons that leave the row in training; all others mask it."""
+
+REFUSED = Reason.GENERATION_FAILED.value
+"""Name of the reason of rows that the engine refused: there was nothing to prove."""
 
 
 def why(reason: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nemo_rl_ext.report.comparison import write_comparison
 from nemo_rl_ext.report.page import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -63,20 +64,36 @@ def test_the_report_is_drawn_without_a_console_message(run_dir, tmp_path, name, 
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500, "no picture and no chart was drawn"
 
 
-def test_every_chart_is_drawn_and_the_page_fits_a_phone(run_dir, tmp_path):
-    text = write_report(run_dir).read_text(encoding="utf-8")
-    # The page's own policy refuses any other script, so the probe is put in with the policy taken out.
-    measure = "const root = document.documentElement; root.dataset.overflow = root.scrollWidth - innerWidth;"
-    probe = f"<script>{measure}</script>"
-    text = re.sub(r"<meta http-equiv[^>]+>", "", text).replace("</body>", f"{probe}</body>")
-    page = tmp_path / "probe.html"
-    page.write_text(text, encoding="utf-8")
-    done = browse(page, tmp_path, "--dump-dom", "--window-size=500,900")
+def probed(page, script: str):
+    """The page with a script of the test's; its own policy refuses any other, so it is taken out."""
+    text = re.sub(r"<meta http-equiv[^>]+>", "", page.read_text(encoding="utf-8"))
+    target = page.with_name("probe.html")
+    target.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    return target
+
+
+MEASURE = """
+const root = document.documentElement;
+new MutationObserver(() => {
+  if (root.dataset.ready !== "yes" || root.dataset.overflow) return;
+  root.dataset.overflow = root.scrollWidth - innerWidth;
+  const canvases = (node) => [...node.querySelectorAll("*")].reduce(
+    (sum, child) => sum + (child.tagName === "CANVAS") + (child.shadowRoot ? canvases(child.shadowRoot) : 0), 0);
+  root.dataset.drawn = [...document.querySelectorAll(".plot")].filter((plot) => canvases(plot)).length;
+}).observe(root, {attributes: true});
+"""
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_every_chart_is_drawn_and_the_page_fits_a_phone(run_dir, tmp_path, compare):
+    page = write_comparison(run_dir, run_dir) if compare else write_report(run_dir)
+    done = browse(probed(page, MEASURE), tmp_path, "--dump-dom", "--window-size=500,900")
     assert 'data-ready="yes"' in done.stdout
     assert int(re.search(r'data-overflow="(-?\d+)"', done.stdout).group(1)) <= 0
     charts = re.findall(r'id="chart-(\w+)"', done.stdout)
-    assert charts == ["rewards", "verdicts", "gaps", "reasons", "delta", "sizes", "time"]
-    assert done.stdout.count('class="plot-container plotly"') == len(charts)
+    if not compare:
+        assert charts == ["rewards", "verdicts", "gaps", "reasons", "delta", "sizes", "time"]
+    assert int(re.search(r'data-drawn="(\d+)"', done.stdout).group(1)) == len(charts) == 7
 
 
 def test_a_script_that_is_not_the_pages_own_does_not_run(run_dir, tmp_path):
