@@ -33,6 +33,7 @@ WHY = {
     "only.",
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",
+    Reason.MIXED_SIZES: "The trainer cannot pack images of different sizes in one row.",
     Reason.GENERATION_FAILED: "The engine refused this row: nothing was sampled for it.",
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""
