@@ -42,7 +42,7 @@ def mark_messages(encoder: SafeEncoder, messages: Sequence[Any]) -> list[Any]:
 
 def _as_mapping(message: Any) -> Mapping[str, Any]:
     if hasattr(message, "model_dump"):
-        return message.model_dump()
+        return dict(message.model_dump())
     if isinstance(message, Mapping):
         return message
     raise TypeError(

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from nemo_rl_ext.guards.literals import EscapedPattern, first_unit_end, plain_pattern
@@ -164,8 +165,7 @@ class SafeEncoder:
             cuts.add(position)
         if not cuts:
             return content
-        edges = [0, *sorted(cuts), len(content)]
-        return self.marker.join(content[a:b] for a, b in zip(edges, edges[1:], strict=False))
+        return self.marker.join(content[a:b] for a, b in pairwise([0, *sorted(cuts), len(content)]))
 
     def encode_marked(self, marked: str, *, offsets: bool = False) -> Encoded:
         """Encode scaffold with marked content inside, such as a template's output; with character offsets on
@@ -217,7 +217,9 @@ class SafeEncoder:
         return Counter({i: n for i, n in seen.items() if i in self._unknown})
 
     def _aliased(self, marked: str) -> str:
-        return self._scaffold.sub(lambda m: self._aliases[m.group()], marked).replace(self.marker, "")
+        if self._scaffold is not None:
+            marked = self._scaffold.sub(lambda m: self._aliases[m.group()], marked)
+        return marked.replace(self.marker, "")
 
     def _edge_cuts(self, content: str) -> set[int]:
         # Cuts sit inside the stripped text, so that a template's trim still trims.
@@ -241,7 +243,7 @@ class SafeEncoder:
         pieces: list[tuple[int, int, int]] = []  # (start in encoded text, start in marked, length in marked)
         encoded = position = 0
         pattern = self._marks_and_scaffold if scaffold else self._marks
-        for match in pattern.finditer(marked):
+        for match in pattern.finditer(marked) if pattern is not None else ():
             copied = match.start() - position
             pieces.append((encoded, position, copied))
             encoded += copied

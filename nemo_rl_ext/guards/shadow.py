@@ -45,8 +45,10 @@ def unknown_id(tokenizer: Any) -> int | None:
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if model is None or not hasattr(model, "unk_token"):
-        return tokenizer.unk_token_id
-    return None if model.unk_token is None else model.token_to_id(model.unk_token)
+        unknown: int | None = tokenizer.unk_token_id
+    else:
+        unknown = None if model.unk_token is None else model.token_to_id(model.unk_token)
+    return unknown
 
 
 def shadow_encoder(tokenizer: Any, aliases: Mapping[str, str], control: Mapping[str, int]) -> EncodeFn:
@@ -195,7 +197,9 @@ def _alias(value: Any, aliases: Mapping[str, str]) -> Any:
 def _aliased_sentencepiece(processor: Any, aliases: Mapping[str, str]) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    # Generated code, whose classes no checker sees.
+    model: Any = sentencepiece_model_pb2
+    proto = model.ModelProto()
     proto.ParseFromString(processor.serialized_model_proto())
     spelled_from_text = (proto.SentencePiece.Type.NORMAL, proto.SentencePiece.Type.USER_DEFINED)
     for piece in proto.pieces:

@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,12 +34,15 @@ class Reader(Protocol):
 
     def size(self) -> tuple[int, int]:
         """`(height, width)` in pixels."""
+        ...
 
     def read(self, indices: Sequence[int]) -> np.ndarray:
         """uint8 `[frames, height, width, 3]`, RGB."""
+        ...
 
     def read_alone(self, index: int) -> np.ndarray | None:
         """One frame by a fresh decoder, or None when it cannot be decoded."""
+        ...
 
 
 class DecordReader:
@@ -48,7 +51,7 @@ class DecordReader:
     def __init__(self, path: str) -> None:
         import decord
 
-        self._open = lambda: decord.VideoReader(path, num_threads=1)
+        self._open: Callable[[], Any] = lambda: decord.VideoReader(path, num_threads=1)
         self._reader = self._open()
         self.num_frames = len(self._reader)
         self.fps = float(self._reader.get_avg_fps())
@@ -61,7 +64,8 @@ class DecordReader:
     def read(self, indices: Sequence[int]) -> np.ndarray:
         if self._padded:
             return np.stack([_without_padding(self._reader[index].asnumpy()) for index in indices])
-        return self._reader.get_batch(list(indices)).asnumpy()
+        batch: np.ndarray = self._reader.get_batch(list(indices)).asnumpy()
+        return batch
 
     def read_alone(self, index: int) -> np.ndarray | None:
         # Its decoding thread runs ahead and may meet the damage first, or later: one failure proves nothing.
@@ -86,7 +90,7 @@ class TorchcodecReader:
     def __init__(self, path: str) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        self._open = lambda: VideoDecoder(
+        self._open: Callable[[], Any] = lambda: VideoDecoder(
             path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact"
         )
         self._reader = self._open()
@@ -99,16 +103,18 @@ class TorchcodecReader:
         return int(metadata.height or 0), int(metadata.width or 0)
 
     def read(self, indices: Sequence[int]) -> np.ndarray:
-        return self._reader.get_frames_at(indices=list(indices)).data.numpy()
+        frames: np.ndarray = self._reader.get_frames_at(indices=list(indices)).data.numpy()
+        return frames
 
     def read_alone(self, index: int) -> np.ndarray | None:
         try:
-            return self._open().get_frame_at(index).data.numpy()
+            frame: np.ndarray = self._open().get_frame_at(index).data.numpy()
         except (RuntimeError, IndexError):
             return None
+        return frame
 
 
-READERS = {"decord": DecordReader, "torchcodec": TorchcodecReader}
+READERS: dict[str, Callable[[str], Reader]] = {"decord": DecordReader, "torchcodec": TorchcodecReader}
 
 
 def decode(request: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -144,10 +150,11 @@ def decode(request: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
         reply["total_num_frames"] = total
         chosen = _choose(request, total, reader.fps)
         alone = [reader.read_alone(index) for index in chosen]
-        missing = [index for index, frame in zip(chosen, alone, strict=True) if frame is None]
-        if missing:
-            return {"error": f"frame {missing[0]} cannot be decoded, of {total} that should be there"}, None
-        frames = np.stack(alone)
+        found = [frame for frame in alone if frame is not None]
+        if len(found) < len(chosen):
+            missing = next(index for index, frame in zip(chosen, alone, strict=True) if frame is None)
+            return {"error": f"frame {missing} cannot be decoded, of {total} that should be there"}, None
+        frames = np.stack(found)
     frames = np.ascontiguousarray(frames)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[0] != len(chosen) or frames.shape[3] != 3:
         return {"error": f"the decoder gave {frames.dtype} frames of shape {list(frames.shape)}"}, None
@@ -203,7 +210,7 @@ def main() -> None:
             signal.alarm(0)
             replies.write(json.dumps(reply).encode() + b"\n")
             if frames is not None:
-                replies.write(memoryview(frames).cast("B"))
+                replies.write(frames.data.cast("B"))
             replies.flush()
 
 

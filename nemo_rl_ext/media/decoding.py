@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -85,33 +85,24 @@ class DecoderProcess:
         self, child: subprocess.Popen[bytes], message: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         deadline = time.monotonic() + timeout_s
-        child.stdin.write(json.dumps(message).encode() + b"\n")
-        child.stdin.flush()
+        requests, replies = _pipes(child)
+        requests.write(json.dumps(message).encode() + b"\n")
+        requests.flush()
         received = bytearray()
         while (end := received.find(b"\n")) < 0:
-            received += self._receive(child, deadline, _PIPE_CHUNK)
+            received += _receive(replies, deadline, _PIPE_CHUNK)
         reply = json.loads(received[:end])
         if "shape" not in reply:
             return reply, None
         frames = np.empty(reply["shape"], np.uint8)
-        target = memoryview(frames).cast("B")
+        target = memoryview(frames.data).cast("B")
         filled = len(received) - end - 1
         target[:filled] = received[end + 1 :]
         while filled < len(target):
-            chunk = self._receive(child, deadline, min(_PIPE_CHUNK, len(target) - filled))
+            chunk = _receive(replies, deadline, min(_PIPE_CHUNK, len(target) - filled))
             target[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
         return reply, frames
-
-    @staticmethod
-    def _receive(child: subprocess.Popen[bytes], deadline: float, limit: int) -> bytes:
-        ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise TimeoutError
-        chunk = os.read(child.stdout.fileno(), limit)
-        if not chunk:
-            raise OSError("the decoder closed its output")
-        return chunk
 
     def _kill(self) -> int | None:
         child, self._child = self._child, None
@@ -119,12 +110,30 @@ class DecoderProcess:
             return None
         child.kill()
         code = child.wait()
-        child.stdout.close()
+        requests, replies = _pipes(child)
+        replies.close()
         try:
-            child.stdin.close()
+            requests.close()
         except OSError:
             logger.debug("the request to the decoder was still in its pipe when it ended")
         return code
+
+
+def _pipes(child: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert child.stdin is not None and child.stdout is not None, (
+        "a decoder is asked and answers through pipes"
+    )
+    return child.stdin, child.stdout
+
+
+def _receive(replies: IO[bytes], deadline: float, limit: int) -> bytes:
+    ready, _, _ = select.select([replies], [], [], max(0.0, deadline - time.monotonic()))
+    if not ready:
+        raise TimeoutError
+    chunk = os.read(replies.fileno(), limit)
+    if not chunk:
+        raise OSError("the decoder closed its output")
+    return chunk
 
 
 _decoders: dict[int, DecoderProcess] = {}

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
 from nemo_rl_ext.media.identity import pixel_digest
@@ -121,7 +121,7 @@ def _open(data: bytes, policy: MediaPolicy, source: str, where: str) -> Image.Im
     except Image.DecompressionBombError as error:
         problem = f"expected at most {policy.max_pixels} pixels, but Pillow says: {error}"
         raise MediaDecodeError(describe("image", source, where, problem, "shrink the image")) from None
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         problem = f"no image format fits its {len(data)} bytes, which start with {data[:8]!r}"
         raise MediaDecodeError(describe("image", source, where, problem, "replace the file")) from None
     if image.width * image.height > policy.max_pixels:

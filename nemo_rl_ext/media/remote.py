@@ -51,7 +51,7 @@ def public_address(parts: SplitResult, policy: MediaPolicy, *, where: str = "") 
     except (OSError, UnicodeError) as error:
         message = describe("media", url, where, f"host {host!r} does not resolve ({error})", "check the URL")
         raise MediaUnavailableError(message) from None
-    addresses = [entry[4][0] for entry in found]
+    addresses = [str(entry[4][0]) for entry in found]
     if not policy.allow_private_addresses:
         for address in addresses:
             if not is_public(address):
@@ -93,7 +93,7 @@ def _request(
     parts: SplitResult, address: str, deadline: float, policy: MediaPolicy, url: str, where: str
 ) -> bytes | str:
     """The body, or the target of a redirect."""
-    connection = http.client.HTTPConnection(parts.hostname, _port(parts))
+    connection = http.client.HTTPConnection(parts.hostname or "", _port(parts))
     # A socket timeout bounds one read; this one bounds the whole exchange, a slow drip of headers included.
     open_sockets: list[socket.socket] = []
     timer = threading.Timer(_left(deadline), _shut, args=(open_sockets,))

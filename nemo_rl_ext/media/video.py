@@ -23,14 +23,9 @@ from nemo_rl_ext.media.decoding import DecoderFailure, DecoderMissing, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
 from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.media.images import load_image
+from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes
 from nemo_rl_ext.media.sampling import SamplingStyle, timestamps
-from nemo_rl_ext.media.sources import (
-    MediaPolicy,
-    check_num_bytes,
-    read_media_bytes,
-    reference_kind,
-    resolve_local,
-)
+from nemo_rl_ext.media.sources import read_media_bytes, reference_kind, resolve_local
 
 Backend = Literal["decord", "torchcodec"]
 
@@ -126,6 +121,7 @@ def load_video(
         style=style,
         frame_indices=None if frame_indices is None else [int(index) for index in frame_indices],
     )
+    assert frames is not None, "only a probe has no frames"
     return DecodedVideo(
         frames=frames,
         frame_indices=tuple(reply["frame_indices"]),

@@ -62,7 +62,8 @@ class RenderCache:
     def __call__(self, item: MediaItem, grid: Grid) -> torch.Tensor:
         """The item on the grid, rendered or remembered; an item without a content hash is always rendered."""
         key = (item.content_hash, item.frame_indices, grid)
-        if item.content_hash and (found := self.store.get(key)) is not None:
+        found: torch.Tensor | None = self.store.get(key) if item.content_hash else None
+        if found is not None:
             self.hits += 1
             return found
         self.misses += 1

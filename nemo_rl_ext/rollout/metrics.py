@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -26,13 +26,14 @@ class MaskedWindow:
 
     def __init__(self, *, size: int, max_fraction: float) -> None:
         self.max_fraction = max_fraction
+        self._size = size
         self._rows: deque[tuple[Reason, ...]] = deque(maxlen=size)
 
     def add(self, reasons: Sequence[Reason], *, masked: bool) -> None:
         """Count one row. Raises `MaskedFractionError` with a diagnosis when the share passes the limit."""
         self._rows.append(tuple(reasons) if masked else ())
         masked_rows = [row for row in self._rows if row]
-        if len(self._rows) < self._rows.maxlen or len(masked_rows) <= self.max_fraction * len(self._rows):
+        if len(self._rows) < self._size or len(masked_rows) <= self.max_fraction * len(self._rows):
             return
         counts = Counter(reason for row in masked_rows for reason in set(row)).most_common()
         story = "; ".join(f"{count} rows {reason.value} ({reason.advice})" for reason, count in counts)
@@ -68,7 +69,7 @@ class AlignmentMetrics:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._reasons: Counter[Reason] = Counter()
         self._gaps: dict[str, list[tuple[float, float, int]]] = {"matched": [], "repaired": [], "video": []}
         # Tensors are kept until the flush: an id may be given again once its object is gone.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def _pad_to_max_shape(rows: list[torch.Tensor], dim_to_pack: int) -> list[torch.
 
 
 @functools.cache
-def packed_tensor_class() -> type:
+def packed_tensor_class() -> Any:
     """NeMo-RL's own class in a process that has NeMo-RL, so that its batching recognises our values."""
     if importlib.util.find_spec("nemo_rl") is None:
         return PackedTensor
@@ -90,7 +91,7 @@ def packed_tensor_class() -> type:
     return NemoPackedTensor
 
 
-def pack(key: str, tensor: torch.Tensor) -> object:
+def pack(key: str, tensor: torch.Tensor) -> Any:
     """Wrap one turn's tensor of a media key for a message log."""
     return packed_tensor_class()(
         tensor, 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4

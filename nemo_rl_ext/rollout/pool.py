@@ -18,6 +18,7 @@ from nemo_rl_ext.align.plan import plan_turn
 from nemo_rl_ext.align.runs import find_all_runs
 from nemo_rl_ext.align.turn import AlignedTurn, neutral_media
 from nemo_rl_ext.align.verdict import Reason
+from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn
 from nemo_rl_ext.rollout.errors import AlignerDiedError, AlignerFailedError
 from nemo_rl_ext.rollout.fitting import TurnRequest
@@ -52,7 +53,7 @@ class AlignerPool:
         self.deaths = 0
         self._config = config
         self._timeout_s = timeout_s
-        self._actor_class = ray.remote(num_cpus=0, max_restarts=0)(aligner_class)
+        self._actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(aligner_class)
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._actors: list[Any] = []
         for _ in range(num_aligners):
@@ -66,9 +67,10 @@ class AlignerPool:
 
     def pids(self) -> list[int]:
         """The actors' processes; waits until every actor has started."""
-        return ray.get([actor.pid.remote() for actor in self._actors], timeout=self._timeout_s)
+        pids: list[int] = ray.get([actor.pid.remote() for actor in self._actors], timeout=self._timeout_s)
+        return pids
 
-    def submit_static(self, turns: Sequence[tuple]) -> Future[list[StaticTurn]]:
+    def submit_static(self, turns: Sequence[tuple[MediaSource, ...]]) -> Future[list[StaticTurn]]:
         """Static tensors of several turns, in the background."""
         return self._threads.submit(self._static, list(turns))
 
@@ -83,23 +85,25 @@ class AlignerPool:
         """
         return self._threads.submit(self._call, method, list(work))
 
-    def _static(self, turns: list[tuple]) -> list[StaticTurn]:
+    def _static(self, turns: list[tuple[MediaSource, ...]]) -> list[StaticTurn]:
         try:
-            return self._call("static", turns)
+            static: list[StaticTurn] = self._call("static", turns)
         except AlignerDiedError as error:
             return [StaticTurn(tensors=None, error=str(error)) for _ in turns]
+        return static
 
     def _align(self, turns: list[TurnRequest]) -> list[AlignedTurn]:
         try:
-            return self._call("align", turns)
+            done: list[AlignedTurn] = self._call("align", turns)
         except AlignerDiedError as error:
             if len(turns) > 1:
                 # One row of the group may be the culprit: the others must not be lost with it.
                 return [aligned for turn in turns for aligned in self._align([turn])]
             logger.error("%s", error)
             return [self._give_up(turns[0], error)]
+        return done
 
-    def _call(self, method: str, turns: list) -> Any:
+    def _call(self, method: str, turns: list[Any]) -> Any:
         for _ in range(MAX_DEATHS):
             actor = self._idle.get()
             try:
