@@ -105,7 +105,7 @@ def videos(effort: Effort) -> Table:
 
         contenders = {
             "decord, in this process": in_process,
-            "load_video, decord in a child": lambda child=child: child("decord"),
+            "load_video, decord in a child": lambda child=child: child("opencv"),
         }
         try:
             child("torchcodec")

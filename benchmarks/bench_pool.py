@@ -72,7 +72,7 @@ def make_work(folder: Path, *, num_groups: int, group_size: int, budget_share: f
         base_dir=folder,
         num_frames=8,
         frames_per_tubelet=1,
-        backend="decord",
+        backend="opencv",
     )
     groups = []
     for index in range(num_groups):

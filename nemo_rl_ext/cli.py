@@ -100,7 +100,7 @@ ENGINE_MODULES = {
     "accelerate",
     "safetensors",
     "tensorboard",
-    "decord",
+    "cv2",
 }
 
 

@@ -59,7 +59,7 @@ class DataConfig(Block):
     )
     max_pixels: int = Field(default=89_478_485, ge=1, description="Largest width x height of an image.")
     video_num_frames: int = Field(default=8, ge=1, description="Frames sampled from a clip.")
-    video_backend: Literal["decord", "torchcodec"] = Field(default="decord", description="Decoder of clips.")
+    video_backend: Literal["opencv", "torchcodec"] = Field(default="opencv", description="Decoder of clips.")
     max_media_bytes: int = Field(default=256 << 20, ge=1, description="Largest encoded media file, in bytes.")
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ class MediaExpander:
         *,
         base_dir: Path,
         num_frames: int = 8,
-        backend: Backend = "decord",
+        backend: Backend = "opencv",
     ) -> None:
         self.family = family
         self.tokenizer = tokenizer

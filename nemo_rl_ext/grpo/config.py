@@ -131,7 +131,7 @@ class DatasetConfig(Block):
 class VideoConfig(Block):
     """``data.video``: how clips are decoded and sampled, unless a row says otherwise."""
 
-    backend: Literal["decord", "torchcodec"] = Field(default="decord", description="Decoder.")
+    backend: Literal["opencv", "torchcodec"] = Field(default="opencv", description="Decoder.")
     num_frames: int = Field(default=8, ge=1, description="Frames sampled per clip.")
     decode_timeout_s: float = Field(
         default=30.0, gt=0.0, description="Seconds after which a decoder that hangs becomes a data failure."

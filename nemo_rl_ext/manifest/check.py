@@ -171,6 +171,8 @@ class _Checker:
                 self._fault(row, media.field, named)
         for place, problem in frame_list_faults(row, {media: item.size for media, item in sizes.items()}):
             self._fault(row, place, problem)
+        remarks = [(media.field, remark) for media, item in sizes.items() for remark in item.remarks]
+        self._warn(row, "clip", remarks)
         limits = {"image": self._config.engine.limit_images, "video": self._config.engine.limit_videos}
         self._warn(row, "too many media", too_many_media(row, limits))
         self._warn(row, "media marker in text", markers_in_text(row, self._scanner))

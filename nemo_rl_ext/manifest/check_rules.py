@@ -16,11 +16,12 @@ from nemo_rl_ext.manifest.rows import ManifestRow, MediaRef
 from nemo_rl_ext.media.sources import reference_kind
 
 WarningKind = Literal[
-    "does not fit", "too many media", "media marker in text", "unknown key", "no answer", "NeMo-RL"
+    "does not fit", "too many media", "clip", "media marker in text", "unknown key", "no answer", "NeMo-RL"
 ]
 WARNING_KINDS: dict[WarningKind, str] = {
     "does not fit": "rows that do not fit the context: the engine refuses them",
     "too many media": "rows with more media than a request may carry: the engine refuses them",
+    "clip": "clips that lack frames or whose frames do not keep to their rate, used all the same",
     "media marker in text": "rows whose text holds a literal media marker",
     "unknown key": "keys that look misspelled",
     "no answer": "rows that the embedded run's own scoring can only give 0",

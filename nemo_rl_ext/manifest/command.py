@@ -28,7 +28,7 @@ def check(
     max_num_patches: options.MaxNumPatches = 13312,
     temporal_patch_size: options.TemporalPatchSize = 2,
     video_num_patches: options.VideoNumPatches = 1024,
-    video_backend: options.VideoBackend = "decord",
+    video_backend: options.VideoBackend = "opencv",
     media_root: options.MediaRoot = None,
     allow_remote: options.AllowRemote = False,
     max_pixels: options.MaxPixels = None,

@@ -86,6 +86,8 @@ class Measured:
     fps: float = 1.0
     is_sampled: bool = False
     """True for a frame list: all of its frames are used."""
+    remarks: tuple[str, ...] = ()
+    """What a user should know of a clip that is used all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class CheckConfig:
     """Decode images whole and the sampled frames of clips; False reads headers only."""
     num_workers: int | None = None
     """Threads; one per core by default. Pillow decodes outside the interpreter lock."""
-    video_backend: Backend = "decord"
+    video_backend: Backend = "opencv"
 
 
 class Measurements:
@@ -73,7 +73,12 @@ class Measurements:
             patch = self._config.engine.video.temporal_patch_size
             clip = load_video(media.ref, policy, num_frames=num_frames, temporal_patch_size=patch, **options)
             return Measured(
-                kind="video", turn=0, size=clip.size, num_frames=clip.total_num_frames, fps=clip.fps
+                kind="video",
+                turn=0,
+                size=clip.size,
+                num_frames=clip.total_num_frames,
+                fps=clip.fps,
+                remarks=clip.remarks(),
             )
         info = probe_video(media.ref, policy, **options)
         return Measured(kind="video", turn=0, size=info.size, num_frames=info.num_frames, fps=info.fps)

@@ -31,7 +31,7 @@ MaxNumPatches = Annotated[
 ]
 TemporalPatchSize = Annotated[int, typer.Option(min=1, help="Frames per tubelet of a clip, without --model.")]
 VideoNumPatches = Annotated[int, typer.Option(min=4, help="Patches per frame of a clip, without --model.")]
-VideoBackend = Annotated[Literal["decord", "torchcodec"], typer.Option(help="What decodes clips.")]
+VideoBackend = Annotated[Literal["opencv", "torchcodec"], typer.Option(help="What decodes clips.")]
 MediaRoot = Annotated[
     list[Path] | None,
     typer.Option(help="Directory that media may lie in; repeatable. The manifest's own by default."),

@@ -12,7 +12,7 @@ from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.video import Backend, load_video
 
 
-def verify_media(manifest: Manifest, *, video_backend: Backend = "decord") -> None:
+def verify_media(manifest: Manifest, *, video_backend: Backend = "opencv") -> None:
     """Decode each distinct image, and the first and last frame of each clip as `video_backend` finds them, in parallel.
 
     Raises:

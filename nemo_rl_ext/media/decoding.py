@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
-import select
 import subprocess
 import sys
 import threading
-import time
+from multiprocessing import BufferTooShort, Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
-
-_PIPE_CHUNK = 1 << 20
+_MAX_REPLY = 1 << 24
+_LIVES = 2
 
 
 class DecoderFailure(Exception):
@@ -36,26 +35,24 @@ class DecoderProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
 
     @property
     def pid(self) -> int | None:
         """Process id of the running child."""
         return self._child.pid if self._child else None
 
-    def request(self, message: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], np.ndarray | None]:
+    def request(
+        self, message: dict[str, Any], clip: BinaryIO, timeout_s: float
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
         """The child's reply, and uint8 frames `[frames, height, width, 3]` where it has any.
 
-        Raises `DecoderFailure`, after which the child may have been replaced, or `DecoderMissing`.
+        `clip` is the open file: the child reads this very file and opens none itself. A child that dies is replaced and
+        the clip tried once more, as something else may have killed it. Raises `DecoderFailure`, after which the child
+        may have been replaced, or `DecoderMissing`.
         """
         with self._lock:
-            child = self._running()
-            try:
-                reply, frames = self._exchange(child, message | {"timeout_s": timeout_s}, timeout_s)
-            except (OSError, ValueError) as error:
-                code = self._kill()
-                if isinstance(error, TimeoutError):
-                    raise DecoderFailure(f"the decoder gave no answer within {timeout_s:g} s") from None
-                raise DecoderFailure(f"the decoder process died (exit code {code})") from None
+            reply, frames = self._tried(message | {"timeout_s": timeout_s}, clip, timeout_s)
         if "missing" in reply:
             raise DecoderMissing(f"{message['backend']} cannot be used: {reply['error']}")
         if "error" in reply:
@@ -67,73 +64,71 @@ class DecoderProcess:
         with self._lock:
             self._kill()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
+    def _tried(
+        self, message: dict[str, Any], clip: BinaryIO, timeout_s: float
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        codes: list[int | None] = []
+        while len(codes) < _LIVES:
+            child, connection = self._running()
+            late = threading.Event()
+
+            def end(child: subprocess.Popen[bytes] = child, late: threading.Event = late) -> None:
+                late.set()
+                child.kill()
+
+            watch = threading.Timer(timeout_s, end)
+            watch.daemon = True
+            watch.start()
+            try:
+                return self._exchange(child, connection, message, clip)
+            except (OSError, EOFError, ValueError, BufferTooShort):
+                codes.append(self._kill())
+                if late.is_set():
+                    raise DecoderFailure(f"the decoder gave no answer within {timeout_s:g} s") from None
+            finally:
+                watch.cancel()
+        raise DecoderFailure(f"the decoder process died {len(codes)} times (exit code {codes[-1]})")
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        if self._child is None or self._connection is None or self._child.poll() is not None:
+            self._kill()
             package_root = str(Path(__file__).resolve().parents[2])
             paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            self._connection, theirs = Pipe()
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "nemo_rl_ext.media.decode_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # FFmpeg comments on every damaged packet; what matters comes back in the reply.
+                [sys.executable, "-m", "nemo_rl_ext.media.decode_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             )
-        return self._child
+            theirs.close()
+        return self._child, self._connection
 
+    @staticmethod
     def _exchange(
-        self, child: subprocess.Popen[bytes], message: dict[str, Any], timeout_s: float
+        child: subprocess.Popen[bytes], connection: Connection, message: dict[str, Any], clip: BinaryIO
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        deadline = time.monotonic() + timeout_s
-        requests, replies = _pipes(child)
-        requests.write(json.dumps(message).encode() + b"\n")
-        requests.flush()
-        received = bytearray()
-        while (end := received.find(b"\n")) < 0:
-            received += _receive(replies, deadline, _PIPE_CHUNK)
-        reply = json.loads(received[:end])
+        connection.send_bytes(json.dumps(message).encode())
+        send_handle(connection, clip.fileno(), child.pid)
+        # JSON and plain bytes: nothing that a child gone astray could send is executed here.
+        reply = json.loads(connection.recv_bytes(_MAX_REPLY))
         if "shape" not in reply:
             return reply, None
         frames = np.empty(reply["shape"], np.uint8)
-        target = memoryview(frames.data).cast("B")
-        filled = len(received) - end - 1
-        target[:filled] = received[end + 1 :]
-        while filled < len(target):
-            chunk = _receive(replies, deadline, min(_PIPE_CHUNK, len(target) - filled))
-            target[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
+        connection.recv_bytes_into(frames.data.cast("B"))
         return reply, frames
 
     def _kill(self) -> int | None:
         child, self._child = self._child, None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if child is None:
             return None
         child.kill()
-        code = child.wait()
-        requests, replies = _pipes(child)
-        replies.close()
-        try:
-            requests.close()
-        except OSError:
-            logger.debug("the request to the decoder was still in its pipe when it ended")
-        return code
-
-
-def _pipes(child: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    assert child.stdin is not None and child.stdout is not None, (
-        "a decoder is asked and answers through pipes"
-    )
-    return child.stdin, child.stdout
-
-
-def _receive(replies: IO[bytes], deadline: float, limit: int) -> bytes:
-    ready, _, _ = select.select([replies], [], [], max(0.0, deadline - time.monotonic()))
-    if not ready:
-        raise TimeoutError
-    chunk = os.read(replies.fileno(), limit)
-    if not chunk:
-        raise OSError("the decoder closed its output")
-    return chunk
+        return child.wait()
 
 
 _decoders: dict[int, DecoderProcess] = {}

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError, describe
 from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes, refused
@@ -23,11 +23,52 @@ from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes, refused
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK = 1 << 16
+_PAUSES = (0.25, 1.0)
+# Of IPv6 only this is handed out to the public; special ranges in it are excluded one by one.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_DOCUMENTATION = ipaddress.ip_network("3fff::/20")
+# What the URL standard leaves alone in a path and in a query; an escape that is there already stays as it is.
+_PATH_SAFE = "/%:@!$&'()*+,;=-._~|[]"
+_QUERY_SAFE = _PATH_SAFE.replace("'", "") + "?`{}^\\"
 
 
 def fetch(url: str, policy: MediaPolicy, *, where: str = "") -> bytes:
-    """The body behind a URL. Raises `MediaDecodeError`, `MediaUnavailableError` if a retry may do."""
+    """The body behind a URL; a server that is busy or out of order is asked up to three times.
+
+    Raises `MediaDecodeError`, `MediaUnavailableError` if a later try may do.
+    """
     deadline = time.monotonic() + policy.timeout_s
+    for pause in _PAUSES:
+        try:
+            return _fetch(url, deadline, policy, where)
+        except MediaUnavailableError as error:
+            wait = max(pause, getattr(error, "retry_after_s", 0.0))
+            if time.monotonic() + wait >= deadline:
+                raise
+            time.sleep(wait)
+    return _fetch(url, deadline, policy, where)
+
+
+def quoted(url: str) -> str:
+    """A URL as browsers send it: spaces and non-ASCII letters escaped, the host's name in its ASCII form.
+
+    Raises `ValueError` for what is no URL.
+    """
+    parts = urlsplit(url.strip())
+    netloc = parts.netloc
+    if not netloc.isascii():
+        host = (parts.hostname or "").encode("idna").decode("ascii")
+        netloc = netloc.replace(netloc.rpartition("@")[2].partition(":")[0], host)
+    return parts._replace(
+        netloc=netloc,
+        path=quote(parts.path.replace("\\", "/"), safe=_PATH_SAFE),
+        query=quote(parts.query, safe=_QUERY_SAFE),
+        fragment="",
+    ).geturl()
+
+
+def _fetch(url: str, deadline: float, policy: MediaPolicy, where: str) -> bytes:
     current = url
     for _ in range(_MAX_REDIRECTS + 1):
         parts = _checked(current, url, where)
@@ -40,6 +81,14 @@ def fetch(url: str, policy: MediaPolicy, *, where: str = "") -> bytes:
             raise refused(url, where, f"redirected from https to {target!r}", "use the final https address")
         current = target
     raise refused(url, where, f"more than {_MAX_REDIRECTS} redirects", "use the final address")
+
+
+class _Busy(MediaUnavailableError):
+    """The server asks for a pause."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 def public_address(parts: SplitResult, policy: MediaPolicy, *, where: str = "") -> str:
@@ -65,10 +114,11 @@ def is_public(address: str) -> bool:
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if embedded is None and ip in ipaddress.ip_network("64:ff9b::/96"):
+        if embedded is None and ip in _NAT64:
             embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if embedded is not None:
-            ip = embedded
+        if embedded is None:
+            return ip.is_global and ip in _GLOBAL_UNICAST and ip not in _DOCUMENTATION
+        ip = embedded
     return ip.is_global and not ip.is_multicast
 
 
@@ -78,7 +128,7 @@ def _port(parts: SplitResult) -> int:
 
 def _checked(url: str, first: str, where: str) -> SplitResult:
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(quoted(url))
         parts.port  # noqa: B018  raises on a port that is no number
     except ValueError as error:
         raise refused(first, where, f"not a URL ({error})", "check the URL") from None
@@ -115,12 +165,17 @@ def _request(
         response = connection.getresponse()
         location = response.getheader("Location")
         if response.status in _REDIRECTS and location:
+            # Headers arrive as Latin-1; what servers mean is UTF-8 wherever it can be that.
+            with contextlib.suppress(UnicodeError):
+                return location.encode("latin-1").decode("utf-8")
             return location
         if response.status != 200:
-            retry = response.status >= 500 or response.status in (408, 429)
-            kind = MediaUnavailableError if retry else MediaDecodeError
             problem = f"the server answered {response.status}"
-            raise kind(describe("media", url, where, problem, "check the URL"))
+            if response.status < 500 and response.status not in (408, 425, 429):
+                raise MediaDecodeError(describe("media", url, where, problem, "check the URL"))
+            after = response.getheader("Retry-After") or ""
+            message = describe("media", url, where, problem, "try again later or fetch fewer at once")
+            raise _Busy(message, float(after) if after.isdigit() else 0.0)
         length = response.getheader("Content-Length")
         if length and length.isdigit():
             check_num_bytes(int(length), url, policy, where)

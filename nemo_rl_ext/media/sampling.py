@@ -16,6 +16,9 @@ import numpy as np
 
 SamplingStyle = Literal["nemotron_vl", "uniform"]
 
+MAX_FPS = 1000
+"""The engine counts whole milliseconds per frame: a faster clip has none."""
+
 
 def num_sampled_frames(num_frames: int, total_num_frames: int, temporal_patch_size: int = 1) -> int:
     """How many frames `nemotron_vl` takes: rounded up to whole tubelets where the clip and the request allow it.

@@ -9,14 +9,18 @@ import errno
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from nemo_rl_ext.media.errors import MediaDecodeError, MediaUnavailableError, describe
 from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes, refused
 from nemo_rl_ext.media.remote import fetch
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SCHEME = re.compile(r"^\s*([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 # Faults of the machine rather than of the path that a manifest names.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EINTR}
@@ -37,7 +41,29 @@ def read_media_bytes(
         if not policy.allow_remote:
             raise refused(ref, where, "remote media are not allowed", "download it or set allow_remote")
         return fetch(ref, policy, where=where)
-    return _read_file(resolve_local(ref, policy, base_dir, where=where), ref, policy, where)
+    with open_local(ref, policy, base_dir, where=where) as handle:
+        try:
+            data = handle.read(policy.max_bytes + 1)
+        except OSError as error:
+            raise _unreadable(ref, where, error) from None
+    check_num_bytes(len(data), ref, policy, where)
+    return data
+
+
+@contextmanager
+def open_media(
+    ref: str, policy: MediaPolicy, base_dir: Path | None = None, *, where: str = ""
+) -> Iterator[BinaryIO]:
+    """The file behind `ref`, open: a local one itself, anything else as a file without a name. Raises likewise."""
+    if reference_kind(ref, where=where) == "local":
+        with open_local(ref, policy, base_dir, where=where) as handle:
+            yield handle
+        return
+    data = read_media_bytes(ref, policy, base_dir, where=where)
+    with tempfile.TemporaryFile() as handle:
+        handle.write(data)
+        handle.seek(0)
+        yield handle
 
 
 def reference_kind(ref: str, *, where: str = "") -> str:
@@ -58,7 +84,45 @@ def reference_kind(ref: str, *, where: str = "") -> str:
 
 
 def resolve_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *, where: str = "") -> Path:
-    """The path of a local reference, symbolic links resolved, proven to be a file inside the roots."""
+    """The path of a local reference, symbolic links resolved, proven to be a file inside the roots.
+
+    It holds for this moment only: whoever reads the file takes `open_local`, whose file cannot be exchanged.
+    """
+    return _resolved(ref, policy, base_dir, where)[0]
+
+
+def open_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *, where: str = "") -> BinaryIO:
+    """A local reference's file, open for reading: of the opened file it is proven that it lies inside the roots."""
+    path, roots = _resolved(ref, policy, base_dir, where)
+    try:
+        # The path was resolved; a link or a pipe that took its place since then is refused, not followed.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreadable(ref, where, error) from None
+    handle = os.fdopen(descriptor, "rb")
+    try:
+        # A directory on the way may have become a link since then; the kernel knows what was opened in the end.
+        opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if not any(opened.is_relative_to(root) for root in roots):
+            raise refused(ref, where, "another file took its place while it was opened", "leave it alone")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            found = _file_type(status.st_mode)
+            raise refused(ref, where, f"expected a file, found {found}", "name the media file itself")
+        check_num_bytes(status.st_size, ref, policy, where)
+    except OSError as error:
+        handle.close()
+        raise _unreadable(ref, where, error) from None
+    except MediaDecodeError:
+        handle.close()
+        raise
+    return handle
+
+
+def _resolved(
+    ref: str, policy: MediaPolicy, base_dir: Path | None, where: str
+) -> tuple[Path, tuple[Path, ...]]:
+    """The resolved path of a file inside the roots, and the resolved roots."""
     path = _local_path(ref, where)
     if not path.is_absolute():
         if base_dir is None:
@@ -68,8 +132,8 @@ def resolve_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *
     if not roots:
         raise refused(ref, where, "no directory is open for local media", "set roots in the media policy")
     try:
-        resolved = path.resolve()
-        inside = any(resolved.is_relative_to(Path(root).resolve()) for root in roots)
+        resolved, real_roots = path.resolve(), tuple(Path(root).resolve() for root in roots)
+        inside = any(resolved.is_relative_to(root) for root in real_roots)
         # The file is looked at only if it is inside: the answer tells nothing about what exists elsewhere.
         mode = resolved.stat().st_mode if inside else 0
     except FileNotFoundError:
@@ -81,7 +145,7 @@ def resolve_local(ref: str, policy: MediaPolicy, base_dir: Path | None = None, *
         raise refused(ref, where, f"it lies outside the media roots ({listed})", "move it or add its root")
     if not stat.S_ISREG(mode):
         raise refused(ref, where, f"expected a file, found {_file_type(mode)}", "name the media file itself")
-    return resolved
+    return resolved, real_roots
 
 
 def _local_path(ref: str, where: str) -> Path:
@@ -93,26 +157,6 @@ def _local_path(ref: str, where: str) -> Path:
     if parts.query or parts.fragment:
         raise refused(ref, where, "a file URL with a query or fragment", "percent-encode '?' and '#'")
     return Path(unquote(parts.path))
-
-
-def _read_file(path: Path, ref: str, policy: MediaPolicy, where: str) -> bytes:
-    try:
-        # The path was resolved; a link or a pipe that took its place since then is refused, not followed.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise _unreadable(ref, where, error) from None
-    with os.fdopen(descriptor, "rb") as handle:
-        status = os.fstat(handle.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            found = _file_type(status.st_mode)
-            raise refused(ref, where, f"expected a file, found {found}", "name the media file itself")
-        check_num_bytes(status.st_size, ref, policy, where)
-        try:
-            data = handle.read(policy.max_bytes + 1)
-        except OSError as error:
-            raise _unreadable(ref, where, error) from None
-    check_num_bytes(len(data), ref, policy, where)
-    return data
 
 
 def _decode_data_url(ref: str, policy: MediaPolicy, where: str) -> bytes:

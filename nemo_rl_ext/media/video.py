@@ -2,16 +2,14 @@
 """Clips, and lists of cached frames, as the frames that engine and trainer both use.
 
 The embedded engine is handed these frames with `DecodedVideo.engine_metadata()`, and the aligners decode the same
-way: one decode rule for both sides. Frames are bit-equal to vLLM's own OpenCV loader (vllm/multimodal/video.py),
-so that a rollout from an engine that decodes for itself aligns as well, given its frame indices.
+way: one decode rule for both sides. Every index gives the frame that vLLM's own loader gives it
+(vllm/multimodal/video.py), or the clip is refused, so that a rollout from an engine that decodes for itself aligns as
+well, given its frame indices.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_rl_ext.media.containers import HEAD_BYTES, container_problem
 from nemo_rl_ext.media.decoding import DecoderFailure, DecoderMissing, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
 from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.media.images import load_image
-from nemo_rl_ext.media.policy import MediaPolicy, check_num_bytes
-from nemo_rl_ext.media.sampling import SamplingStyle, timestamps
-from nemo_rl_ext.media.sources import read_media_bytes, reference_kind, resolve_local
+from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sampling import MAX_FPS, SamplingStyle, timestamps
+from nemo_rl_ext.media.sources import open_media
 
-Backend = Literal["decord", "torchcodec"]
+Backend = Literal["opencv", "torchcodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,8 @@ class DecodedVideo:
     source: str
     """The reference that it was read from."""
     backend: str
+    time_error_s: float = 0.0
+    """How far a frame's own time is from index / fps at most, in seconds; large where the rate varies."""
 
     @cached_property
     def content_hash(self) -> str:
@@ -73,6 +74,21 @@ class DecodedVideo:
     def timestamps(self) -> tuple[float, ...]:
         """Seconds of each frame as the engine's prompt text has them (`sampling.timestamps`)."""
         return timestamps(self.frame_indices, self.fps)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of a clip that is used all the same: frames that are missing, and false times."""
+        found = []
+        if self.total_num_frames < self.declared_num_frames:
+            found.append(
+                f"only {self.total_num_frames} of the {self.declared_num_frames} frames that it declares can be "
+                "decoded, and frames are sampled from those"
+            )
+        if self.time_error_s > 1.5 / self.fps:
+            found.append(
+                f"its frames do not keep to its average rate of {self.fps:.4g} per second: the times that the prompt "
+                f"names are up to {self.time_error_s:.2f} s from those that the frames have"
+            )
+        return tuple(found)
 
     def engine_metadata(self) -> dict[str, Any]:
         """The metadata that vLLM wants beside the frames, saying that they are sampled already."""
@@ -94,7 +110,7 @@ def load_video(
     temporal_patch_size: int = 1,
     style: SamplingStyle = "nemotron_vl",
     frame_indices: Sequence[int] | None = None,
-    backend: Backend = "decord",
+    backend: Backend = "opencv",
     timeout_s: float | None = None,
     base_dir: Path | None = None,
     where: str = "",
@@ -121,7 +137,7 @@ def load_video(
         style=style,
         frame_indices=None if frame_indices is None else [int(index) for index in frame_indices],
     )
-    assert frames is not None, "only a probe has no frames"
+    assert frames is not None, "a decoder that was asked for frames sends some or an error"
     return DecodedVideo(
         frames=frames,
         frame_indices=tuple(reply["frame_indices"]),
@@ -130,6 +146,7 @@ def load_video(
         declared_num_frames=reply["declared_num_frames"],
         source=ref,
         backend=backend,
+        time_error_s=reply["time_error_s"],
     )
 
 
@@ -137,7 +154,7 @@ def probe_video(
     ref: str,
     policy: MediaPolicy,
     *,
-    backend: Backend = "decord",
+    backend: Backend = "opencv",
     timeout_s: float | None = None,
     base_dir: Path | None = None,
     where: str = "",
@@ -208,36 +225,22 @@ def _ask(
     where: str,
     **request: Any,
 ) -> tuple[dict[str, Any], np.ndarray | None]:
-    with _as_file(ref, policy, base_dir, where) as path:
-        message = {"path": str(path), "backend": backend, "max_pixels": policy.max_pixels, **request}
+    def refuse(problem: str, advice: str = "replace or re-encode the file") -> MediaDecodeError:
+        return MediaDecodeError(describe("video", ref, where, problem, advice))
+
+    with open_media(ref, policy, base_dir, where=where) as clip:
+        if problem := container_problem(clip.read(HEAD_BYTES)):
+            raise refuse(f"expected a video, {problem}")
+        message = {"backend": backend, "max_pixels": policy.max_pixels, **request}
         try:
-            reply, frames = decoder().request(message, timeout_s or policy.timeout_s)
+            reply, frames = decoder().request(message, clip, timeout_s or policy.timeout_s)
         except DecoderMissing as error:
             raise ImportError(f"{error}; install it or choose another video backend") from None
         except DecoderFailure as error:
-            problem = f"expected a video, decoding failed: {error}"
-            raise MediaDecodeError(
-                describe("video", ref, where, problem, "replace or re-encode the file")
-            ) from None
-    if not reply["fps"] > 0:
-        problem = f"its frame rate is {reply['fps']}"
-        raise MediaDecodeError(describe("video", ref, where, problem, "re-encode the file"))
+            raise refuse(f"expected a video, decoding failed: {error}") from None
+    if not 0 < reply["fps"] <= MAX_FPS:
+        problem = (
+            f"it declares {reply['fps']:g} frames per second, expected more than 0 and at most {MAX_FPS}"
+        )
+        raise refuse(problem, "re-encode it with its real frame rate")
     return reply, frames
-
-
-@contextmanager
-def _as_file(ref: str, policy: MediaPolicy, base_dir: Path | None, where: str) -> Iterator[Path]:
-    """Decoders want a path; anything that is not a local file becomes one for the time of the call."""
-    if reference_kind(ref, where=where) == "local":
-        path = resolve_local(ref, policy, base_dir, where=where)
-        check_num_bytes(path.stat().st_size, ref, policy, where)
-        yield path
-        return
-    data = read_media_bytes(ref, policy, base_dir, where=where)
-    descriptor, name = tempfile.mkstemp(prefix="nemo-rl-ext-", suffix=".video")
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(data)
-        yield Path(name)
-    finally:
-        os.unlink(name)

@@ -58,8 +58,8 @@ def inspect(
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Fetch http(s) media.")] = False,
     num_frames: Annotated[int, typer.Option(min=1, help="Frames per clip where a row does not say.")] = 8,
     video_backend: Annotated[
-        Literal["decord", "torchcodec"], typer.Option(help="What decodes clips.")
-    ] = "decord",
+        Literal["opencv", "torchcodec"], typer.Option(help="What decodes clips.")
+    ] = "opencv",
     decode: Annotated[
         bool, typer.Option("--decode", help="Decode media whole, not their headers only.")
     ] = False,

@@ -38,7 +38,7 @@ class InspectConfig:
     base_dir: Path
     max_model_len: int | None = None
     num_frames: int = 8
-    video_backend: Backend = "decord"
+    video_backend: Backend = "opencv"
     decode: bool = False
 
 

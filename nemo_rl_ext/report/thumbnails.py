@@ -65,7 +65,7 @@ class ThumbnailMaker:
             base_dir=self._manifest.parent if self._manifest is not None else None,
             num_frames=int(run.setting("data.video.num_frames", 8)),
             frames_per_tubelet=1,
-            backend=run.setting("data.video.backend", "decord"),
+            backend=run.setting("data.video.backend", "opencv"),
         )
         self._sources = self._read_sources(set(wanted_rows))
 

@@ -56,7 +56,7 @@ class AlignerConfig:
     dtype: torch.dtype = torch.float32
     cache_bytes: int = 256 << 20
     num_frames: int = 8
-    video_backend: Backend = "decord"
+    video_backend: Backend = "opencv"
     trust_remote_code: bool = False
     identify: bool = False
     """Take the digest of what is decoded, for comparison with an engine's receipts."""

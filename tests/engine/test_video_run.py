@@ -32,7 +32,7 @@ def clip_of(size, count, seed):
         "total_num_frames": 5 * count,
         "fps": 24.0,
         "duration": 5 * count / 24.0,
-        "video_backend": "decord",
+        "video_backend": "opencv",
         "frames_indices": list(indices),
         "do_sample_frames": False,
     }

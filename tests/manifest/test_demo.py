@@ -39,7 +39,7 @@ def reader(built):
         base_dir=built[0].parent,
         num_frames=4,
         frames_per_tubelet=2,
-        backend="decord",
+        backend="opencv",
     )
 
 

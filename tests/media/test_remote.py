@@ -2,7 +2,9 @@
 """Remote media against a real HTTP server on this machine."""
 
 import http.server
+import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +26,20 @@ class _Pages(http.server.BaseHTTPRequestHandler):
         elif self.path == "/loop":
             self.send_response(301)
             self.send_header("Location", "/loop")
+            self.end_headers()
+        elif self.path.startswith("/busy/"):
+            _, _, status, times = self.path.split("/")
+            self.server.asked += 1
+            busy = self.server.asked <= int(times)
+            self.send_response(int(status) if busy else 200)
+            if busy and status == "429":
+                self.send_header("Retry-After", "1")
+            self.end_headers()
+            self.wfile.write(b"" if busy else b"at last")
+        elif self.path == "/to-a-name":
+            self.send_response(302)
+            # As servers write it that do not escape: UTF-8 in a header.
+            self.send_header("Location", "/m\u00fc ller/\u56fe.png?q=\u00e9 1".encode().decode("latin-1"))
             self.end_headers()
         elif self.path.startswith("/status/"):
             self.send_response(int(self.path[8:]))
@@ -54,7 +70,7 @@ class _Pages(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as httpd:
-        httpd.stop, httpd.hosts = threading.Event(), []
+        httpd.stop, httpd.hosts, httpd.asked = threading.Event(), [], 0
         httpd.handle_error = lambda *args: None  # clients that hang up are the point of some tests
         thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
         thread.start()
@@ -67,6 +83,58 @@ def server():
 
 def test_fetches_the_body(server):
     assert read_media_bytes(server.url + "/a?b=1#fragment", HERE) == b"body of /a?b=1"
+
+
+@pytest.mark.parametrize("status, times", [(503, 1), (503, 2), (429, 1), (500, 1)])
+def test_a_busy_server_is_asked_again(server, status, times):
+    assert read_media_bytes(f"{server.url}/busy/{status}/{times}", HERE) == b"at last"
+    assert server.asked == times + 1
+
+
+def test_a_server_that_stays_busy_is_named(server):
+    with pytest.raises(MediaUnavailableError, match="answered 503; try again later") as caught:
+        read_media_bytes(f"{server.url}/busy/503/9", HERE, where="train.jsonl:3")
+    assert server.asked == 3 and "train.jsonl:3" in str(caught.value)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert copy.args == caught.value.args and copy.infrastructure
+    with pytest.raises(MediaUnavailableError, match="answered 429"):
+        read_media_bytes(f"{server.url}/busy/429/9", replace(HERE, timeout_s=0.5))
+    with pytest.raises(MediaDecodeError, match="answered 404; check the URL"):
+        read_media_bytes(f"{server.url}/status/404", HERE)
+
+
+@pytest.mark.parametrize(
+    "url, sent",
+    [
+        ("/a b.png", "/a%20b.png"),
+        ("/m\u00fcller/\u56fe.png", "/m%C3%BCller/%E5%9B%BE.png"),
+        ("/a%20b%2Fc.png", "/a%20b%2Fc.png"),
+        ("/100%.png", "/100%.png"),
+        ('/q?text=\u00e9 "1"&b=a%20b+c', "/q?text=%C3%A9%20%221%22&b=a%20b+c"),
+        ("/a\\b.png", "/a/b.png"),
+        ("/{x}|[y]", "/%7Bx%7D|[y]"),
+        ("/a\nb", "/ab"),
+    ],
+)
+def test_urls_are_quoted_as_browsers_do(server, url, sent):
+    assert read_media_bytes(server.url + url, HERE) == b"body of " + sent.encode()
+    assert read_media_bytes(f" {server.url}{url} ", HERE) == b"body of " + sent.encode()
+
+
+def test_redirects_are_quoted_likewise(server):
+    assert (
+        read_media_bytes(f"{server.url}/to-a-name", HERE)
+        == b"body of /m%C3%BC%20ller/%E5%9B%BE.png?q=%C3%A9%201"
+    )
+
+
+def test_a_hosts_name_is_sent_in_its_ascii_form():
+    assert (
+        remote.quoted("https://m\u00fcnchen.example:8443/\u00e4?x#y")
+        == "https://xn--mnchen-3ya.example:8443/%C3%A4?x"
+    )
+    with pytest.raises(MediaUnavailableError, match="does not resolve"):
+        read_media_bytes("http://m\u00fcnchen.invalid/a.png", replace(HERE, timeout_s=2))
 
 
 def test_remote_and_private_are_off_by_default(server):
@@ -102,6 +170,20 @@ def test_remote_and_private_are_off_by_default(server):
         ("::ffff:8.8.8.8", True),
         ("64:ff9b::7f00:1", False),
         ("2002:7f00:1::", False),
+        ("2002:808:808::", True),
+        ("64:ff9b::808:808", True),
+        # NAT64 prefixes of a network's own, site-local addresses, IPv4 in IPv6 of old, and other special ranges.
+        ("64:ff9b:1::a00:1", False),
+        ("64:ff9b:1::808:808", False),
+        ("fec0::1", False),
+        ("::7f00:1", False),
+        ("::10.0.0.1", False),
+        ("::ffff:0:10.0.0.1", False),
+        ("100::1", False),
+        ("5f00::1", False),
+        ("4000::1", False),
+        ("2001:db8::1", False),
+        ("3fff::1", False),
     ],
 )
 def test_public_addresses(address, public):

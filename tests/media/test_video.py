@@ -17,7 +17,7 @@ from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sampling import sample_frames
 from nemo_rl_ext.media.video import load_frame_list, load_video, probe_video
 
-pytest.importorskip("decord")
+pytest.importorskip("cv2")
 POLICY = MediaPolicy(timeout_s=120)
 SMALL, WIDE = "carphone_pristine.mp4", "bikes.mp4"
 
@@ -42,7 +42,7 @@ def test_frames_of_a_real_clip(clips):
         "total_num_frames": 120,
         "fps": video.fps,
         "duration": pytest.approx(4.004),
-        "video_backend": "decord",
+        "video_backend": "opencv",
         "frames_indices": [0, 17, 34, 51, 68, 85, 102, 119],
         "do_sample_frames": False,
     }
@@ -108,7 +108,7 @@ def test_a_clip_that_is_turned_by_its_metadata(clips, tmp_path, turned):
 def test_a_clip_that_promises_too_many_frames_is_sampled_over_those_it_has(clips, tmp_path, cut_short):
     (tmp_path / "cut.mp4").write_bytes(cut_short((clips / WIDE).read_bytes(), 0.6))
     video = load_video("cut.mp4", POLICY, num_frames=4, temporal_patch_size=2, base_dir=tmp_path)
-    assert 100 < video.total_num_frames < video.declared_num_frames < 250
+    assert 100 < video.total_num_frames < video.declared_num_frames == 250
     assert video.frame_indices == sample_frames(video.total_num_frames, 4, temporal_patch_size=2)
     whole = load_video(WIDE, POLICY, frame_indices=video.frame_indices, base_dir=clips)
     np.testing.assert_array_equal(video.frames, whole.frames)
@@ -163,13 +163,12 @@ def test_a_decoder_that_hangs_is_replaced(clips, fresh_decoder):
     assert after.content_hash == before.content_hash and fresh_decoder.pid != stopped
 
 
-def test_a_decoder_that_crashes_is_replaced(clips, fresh_decoder):
+def test_a_decoder_that_is_killed_from_outside_is_replaced_and_the_clip_tried_again(clips, fresh_decoder):
     load_video(SMALL, POLICY, num_frames=2, base_dir=clips)
     os.kill(fresh_decoder.pid, signal.SIGSTOP)
     killer = threading.Timer(0.3, os.kill, args=(fresh_decoder.pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(MediaDecodeError, match=r"decoder process died \(exit code -9\)"):
-        load_video(SMALL, POLICY, num_frames=2, base_dir=clips)
+    assert load_video(SMALL, POLICY, num_frames=2, base_dir=clips).size == (144, 176)
     killer.join()
     assert load_video(SMALL, POLICY, num_frames=2, base_dir=clips).size == (144, 176)
 
@@ -179,8 +178,7 @@ def test_threads_share_one_child(clips):
 
     def work(frame):
         message = {
-            "path": str(clips / SMALL),
-            "backend": "decord",
+            "backend": "opencv",
             "max_pixels": 1 << 20,
             "probe": False,
             "num_frames": 1,
@@ -188,7 +186,8 @@ def test_threads_share_one_child(clips):
             "style": "uniform",
             "frame_indices": [frame],
         }
-        results.append((frame, process.request(message, 120)[1]))
+        with open(clips / SMALL, "rb") as clip:
+            results.append((frame, process.request(message, clip, 120)[1]))
 
     threads = [threading.Thread(target=work, args=(frame,)) for frame in range(0, 60, 10)]
     for thread in threads:

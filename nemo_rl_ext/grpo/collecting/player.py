@@ -157,7 +157,7 @@ def _video_metadata(fact: MediaFacts) -> dict[str, Any]:
         "total_num_frames": fact.total_frames,
         "fps": fact.fps,
         "duration": fact.total_frames / fact.fps,
-        "video_backend": "decord",
+        "video_backend": "opencv",
         "frames_indices": list(fact.frame_indices),
         "do_sample_frames": False,
     }
