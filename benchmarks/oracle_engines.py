@@ -13,9 +13,11 @@ from PIL import Image
 
 from nemo_rl_ext.align.families.family import Geometry, MediaFamily
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
+from nemo_rl_ext.align.families.qwen_vl import QwenVLFamily
 from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.align.smart_resize import SmartResizer
 from nemo_rl_ext.align.video_grids import VideoTiler
 
 START, CONTEXT, END, WORD, FIRST_CHAR = 6, 5, 7, 20, 1000
@@ -239,4 +241,138 @@ def nemotron(rng: np.random.Generator) -> list[Engine]:
     ]
 
 
-ENGINES: dict[str, Callable[[np.random.Generator], list[Engine]]] = {"nemotron": nemotron}
+IMAGE_PAD, VIDEO_PAD = 5, 8
+
+
+@dataclass(kw_only=True)
+class QwenEngine:
+    """transformers' `smart_resize` under the limits of each request, as vLLM calls it."""
+
+    family: QwenVLFamily
+
+    def draw(self, rng: np.random.Generator, place: int) -> MediaItem:
+        return draw_item(rng, place, videos=0.25, num_frames=(2, 4, 5, 8))
+
+    def rewritten(self, item: MediaItem) -> MediaItem:
+        return rewritten(item)
+
+    def session(self, rng: np.random.Generator) -> QwenSession:
+        return QwenSession(family=self.family, rng=rng)
+
+    def write(self, served: Sequence[Served], rng: np.random.Generator) -> np.ndarray:
+        ids = [WORD]
+        for one in served:
+            if one.item.kind == "image":
+                ids += [START, *[IMAGE_PAD] * one.runs[0], END]
+            elif not self.family.run_per_tubelet:
+                ids += [START, *[VIDEO_PAD] * one.runs[0], END]
+            else:
+                ids.append(START)
+                for time, length in zip(_tubelet_times(one.item), one.runs, strict=True):
+                    ids += [*spelled(f"<{time:.1f} seconds>"), START, *[VIDEO_PAD] * length, END]
+                ids.append(END)
+            ids += [WORD] * int(rng.integers(0, 3))
+        return np.array(ids)
+
+
+def _tubelet_times(item: MediaItem) -> list[float]:
+    """vLLM's `Qwen3VLProcessingInfo._calculate_timestamps`."""
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLProcessingInfo
+
+    return Qwen3VLProcessingInfo._calculate_timestamps(None, list(item.frame_indices), item.fps, 2)
+
+
+@dataclass(kw_only=True)
+class QwenSession:
+    """One conversation whose requests may bring limits of their own, and whose clips other frames."""
+
+    family: QwenVLFamily
+    rng: np.random.Generator
+    shares_one_budget: bool = False
+    max_model_len: int = 0
+
+    def request(self, items: Sequence[MediaItem]) -> list[Served] | None:
+        limits = [self._limits(self.family.image), self._limits(self.family.video)]
+        served: list[Served] = []
+        for item in items:
+            one = self._served(item, limits[item.kind == "video"])
+            if one is None:
+                return None
+            served.append(one)
+        return served
+
+    def _limits(self, resizer: SmartResizer) -> tuple[int, int]:
+        if self.rng.random() < 0.5:
+            return resizer.min_pixels, resizer.max_pixels
+        low = int(resizer.min_pixels * self.rng.uniform(0.3, 2))
+        return low, low + int(np.exp(self.rng.uniform(np.log(1e4), np.log(4e6))))
+
+    def _served(self, item: MediaItem, limits: tuple[int, int]) -> Served | None:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_whole_clip
+
+        resizer = self.family.video if item.kind == "video" else self.family.image
+        if item.kind == "video" and self.rng.random() < 0.1:
+            first = int(self.rng.integers(0, max(1, item.total_frames - item.num_frames)))
+            frames = tuple(range(first, first + item.num_frames))
+            if frames != item.frame_indices:
+                item = dataclasses.replace(item, frame_indices=frames, digest=f"{item.digest}@{first}")
+        try:
+            if item.kind == "video" and self.family.run_per_tubelet:
+                height, width = of_whole_clip(item.num_frames, *item.size, 2, resizer.factor, *limits)
+            else:
+                height, width = smart_resize(*item.size, resizer.factor, *limits)
+        except ValueError:
+            return None
+        grid = Grid(height // resizer.patch_size, width // resizer.patch_size)
+        if not grid.num_patches:
+            return None
+        tubelets = self.family.num_tubelets(item)
+        geometry = Geometry(grid, tubelets)
+        runs = (grid.num_tokens(2),)
+        if item.kind == "video":
+            runs = runs * tubelets if self.family.run_per_tubelet else (runs[0] * tubelets,)
+        return Served(item=item, geometry=geometry, runs=runs)
+
+
+def _delimited(ids: Sequence[int]) -> str:
+    names = {START: "<|vision_start|>", END: "<|vision_end|>"}
+    return "".join(names.get(token) or characters([token]) for token in ids)
+
+
+def _qwen(patch: int, image: tuple[int, int], video: tuple[int, int], *, run_per_tubelet: bool) -> Engine:
+    return QwenEngine(
+        family=QwenVLFamily(
+            image_grammar=Grammar(START, IMAGE_PAD, END),
+            video_grammar=Grammar(START, VIDEO_PAD, END),
+            image=SmartResizer(patch, 2, *image),
+            video=SmartResizer(patch, 2, *video, over_all_frames=run_per_tubelet),
+            run_per_tubelet=run_per_tubelet,
+            image_config={},
+            video_config={},
+            decoder=_delimited,
+        )
+    )
+
+
+def qwen2_5_vl(rng: np.random.Generator) -> list[Engine]:
+    """The released limits and small ones."""
+    return [
+        _qwen(14, (3136, 12845056), (100352, 602112), run_per_tubelet=False),
+        _qwen(14, (3136, 100352), (3136, 50176), run_per_tubelet=False),
+    ]
+
+
+def qwen3_vl(rng: np.random.Generator) -> list[Engine]:
+    """The released limits and small ones."""
+    return [
+        _qwen(16, (65536, 16777216), (4096, 25165824), run_per_tubelet=True),
+        _qwen(16, (4096, 131072), (4096, 262144), run_per_tubelet=True),
+    ]
+
+
+ENGINES: dict[str, Callable[[np.random.Generator], list[Engine]]] = {
+    "nemotron": nemotron,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}

@@ -89,7 +89,7 @@ def identity_faults(items: Sequence[MediaItem], evidence: Sequence[Evidence]) ->
     held = {item.digest: item for item in items if item.digest}
     faults: list[Fault | None] = []
     for item, said in zip(items, evidence, strict=True):
-        if not said.served or said.named or not item.digest or said.served == item.digest:
+        if not _comparable(item, said) or said.served == item.digest:
             faults.append(None)
         elif item.digest in places and said.served in held:
             faults.append(
@@ -105,6 +105,12 @@ def identity_faults(items: Sequence[MediaItem], evidence: Sequence[Evidence]) ->
         else:
             faults.append(Fault(Reason.CONTENT_CHANGED, other_pixels(item, said)))
     return faults
+
+
+def _comparable(item: MediaItem, said: Evidence) -> bool:
+    """Whether both digests are known, and are those of one choice of frames."""
+    same_frames = item.kind == "image" or said.frames == item.frame_indices
+    return bool(said.served and item.digest and same_frames and not said.named)
 
 
 def other_pixels(item: MediaItem, said: Evidence) -> str:

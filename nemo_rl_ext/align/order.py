@@ -16,6 +16,10 @@ from nemo_rl_ext.align.evidence import EngineRequest
 from nemo_rl_ext.align.families.family import Geometry, MediaFamily, Seen
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import ANY, Limits
+
+MAX_STEPS = 20_000
+"""Assignments that are tried before the order of a turn is given up as open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +32,15 @@ class Claim:
 
 def rivals(
     runs: Sequence[tuple[Seen, Grid | None]],
-    accepts: Callable[[int, int], bool],
+    accepts: Callable[[int, int], tuple[Limits, ...]],
     proven: Sequence[bool],
 ) -> dict[int, int]:
     """Items that are part of another possible assignment, each with an item whose runs it could have instead.
 
-    `runs` are the items' own runs with what the engine recorded of them, `accepts(i, j)` says whether item i could
-    have the runs of item j, and `proven` items are out of question. Items whose runs are alike may exchange them
-    without any difference; everybody else is in question as soon as a circle of exchanges closes.
+    `runs` are the items' own runs with what the engine recorded of them. `accepts(i, j)` gives the limits under which
+    item i could have the runs of item j, () where it could not; one request has one set of limits. `proven` items are
+    out of question. Items whose runs are alike may exchange them without any difference; everybody else is in question
+    as soon as a circle of exchanges closes.
     """
     classes: dict[Hashable, int] = {}
     class_of = [classes.setdefault((seen, said), len(classes)) for seen, said in runs]
@@ -56,12 +61,66 @@ def rivals(
         }
         for own in range(len(classes))
     ]
-    return {
+    open_ = {
         steps[own][other]: members[other][0]
         for own in range(len(classes))
         for other in steps[own]
         if _reaches(steps, other, own)
     }
+    if not open_:
+        return {}
+    circle = {class_of[index] for index in open_}
+    asked = [index for own in sorted(circle) for index in members[own]]
+    options = {
+        index: {
+            other: limits
+            for other in circle
+            if (limits := accepts(index, members[other][0] if other != class_of[index] else index))
+        }
+        for index in asked
+    }
+    if all(limits == (ANY,) for own in options.values() for limits in own.values()):
+        return open_
+    return _another_assignment(asked, class_of, members, options, open_)
+
+
+def _another_assignment(
+    asked: Sequence[int],
+    class_of: Sequence[int],
+    members: Sequence[Sequence[int]],
+    options: dict[int, dict[int, tuple[Limits, ...]]],
+    open_: dict[int, int],
+) -> dict[int, int]:
+    """The first assignment but the given one that one set of limits allows; {} where there is none."""
+    room = {
+        own: sum(class_of[index] == own for index in asked) for own in {class_of[index] for index in asked}
+    }
+    left = MAX_STEPS
+
+    def place(position: int, limits: Limits, moved: dict[int, int]) -> dict[int, int] | None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return open_
+        if position == len(asked):
+            return moved or None
+        index = asked[position]
+        for other, ranges in options[index].items():
+            if not room[other]:
+                continue
+            for own_range in ranges:
+                both = limits.meet(own_range)
+                if both is None:
+                    continue
+                room[other] -= 1
+                further = {**moved, index: members[other][0]} if other != class_of[index] else moved
+                found = place(position + 1, both, further)
+                room[other] += 1
+                if found is not None:
+                    return found
+        return None
+
+    return place(0, ANY, {}) or {}
 
 
 def _reaches(steps: Sequence[dict[int, int]], start: int, goal: int) -> bool:
@@ -86,8 +145,8 @@ def settled(
     item's grid is proven when all of them name the same one.
     """
     last = request.first + len(items)
-    own = [item for item in items if item.kind == "image"]
-    if len(own) != len(items) or request.sizes[request.first : last] != tuple(item.size for item in items):
+    images = [item for item in items if item.kind == "image"]
+    if len(images) != len(items) or request.sizes[request.first : last] != tuple(item.size for item in items):
         return None
     outcomes = family.shared_outcomes(request.sizes, request.max_model_len)
     if outcomes is None:

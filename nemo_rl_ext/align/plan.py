@@ -18,6 +18,7 @@ from nemo_rl_ext.align.evidence import (
 from nemo_rl_ext.align.families.family import Geometry, MediaFamily, Seen
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import Limits
 from nemo_rl_ext.align.order import Claim, rivals, settled
 from nemo_rl_ext.align.runs import PlaceholderRuns
 from nemo_rl_ext.align.structure import run_fault
@@ -263,7 +264,9 @@ class _Judge:
         )
 
     def refuse(self, reason: Reason, detail: str) -> MediaReport:
-        return self.conclude(Verdict.UNALIGNABLE, reason=reason, detail=detail)
+        unknown = reason is Reason.FRAMES_UNKNOWN
+        verdict = Verdict.AMBIGUOUS if unknown else Verdict.UNALIGNABLE
+        return self.conclude(verdict, reason=reason, detail=detail)
 
     def proven(self, geometry: Geometry, source: GridSource) -> MediaReport:
         other_frames = self.frames is not None and self.frames != self.item.frame_indices
@@ -308,12 +311,15 @@ def _out_of_question(judge: _Judge, report: MediaReport) -> bool:
     return own_times or judge.content_proven or bool(judge.stranger or judge.item.error)
 
 
-def _accepts(judge: _Judge, other: _Judge) -> bool:
-    """Whether the other item's runs could be this one's, as far as anything is known of them."""
+def _accepts(judge: _Judge, other: _Judge) -> tuple[Limits, ...]:
+    """The limits under which the other item's runs could be this one's, as far as anything is known of them."""
     claim = judge.claim(other.seen, Evidence(frames=other.evidence.frames))
-    if isinstance(claim, Fault):
-        return False
-    return any(other.evidence.fits(geometry) for geometry in claim.geometries)
+    if isinstance(claim, Fault) or not any(other.evidence.fits(geometry) for geometry in claim.geometries):
+        return ()
+    item = judge.item
+    if claim.frames is not None:
+        item = dataclasses.replace(item, frame_indices=claim.frames)
+    return judge.family.limits(item, other.seen)
 
 
 def _suspect(judge: _Judge, report: MediaReport, other: _Judge) -> MediaReport:

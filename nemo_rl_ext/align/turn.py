@@ -189,7 +189,9 @@ def _with_identity(report: TurnReport, index: int, item: MediaItem, said: Eviden
 
 def _as_used(item: MediaItem, frames: tuple[int, ...] | None) -> MediaItem:
     """A video with the frames that the engine used in place of those that were sampled here."""
-    return item if frames is None else dataclasses.replace(item, frame_indices=frames)
+    if frames is None or frames == item.frame_indices:
+        return item
+    return dataclasses.replace(item, frame_indices=frames, digest="")
 
 
 def _item_grids(

@@ -63,6 +63,7 @@ class Reason(enum.Enum):
     TUBELET_COUNT = "tubelet_count"
     FRAME_GRID = "frame_grid"
     FRAME_TIMES = "frame_times"
+    FRAMES_UNKNOWN = "frames_unknown"
     FRAMES_RESAMPLED = "frames_resampled"
     EARLIER_TURN_RESIZED = "earlier_turn_resized"
     MIXED_SIZES = "mixed_sizes"
@@ -111,6 +112,8 @@ _ADVICE = {
     Reason.FRAME_GRID: "check video_target_num_patches and video_maintain_aspect_ratio on both sides",
     Reason.FRAME_TIMES: "compare the timestamps in the prompt with the clip's own timing: another decoder, frame "
     "rate or sampler was used",
+    Reason.FRAMES_UNKNOWN: "record the engine's frames (evidence: receipt): the ids of this family's clips do not name "
+    "them",
     Reason.FRAMES_RESAMPLED: "nothing to do: the frames were decoded again at the engine's timestamps",
     Reason.EARLIER_TURN_RESIZED: "nothing to do: a later turn made the engine shrink an earlier image, so the "
     "conversation trains as one sequence per prompt that the engine saw",

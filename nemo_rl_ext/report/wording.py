@@ -31,9 +31,9 @@ WHY = {
     Reason.FRAME_TIMES: "The timestamps in the prompt are not times of this clip's frames.",
     Reason.MIXED_SIZES: "The engine gave the row's images several sizes, and this training backend takes one size "
     "only.",
+    Reason.FRAMES_UNKNOWN: "The ids do not name the clip's frames, and nothing else does.",
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",
-    Reason.MIXED_SIZES: "The trainer cannot pack images of different sizes in one row.",
     Reason.GENERATION_FAILED: "The engine refused this row: nothing was sampled for it.",
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""

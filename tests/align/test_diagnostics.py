@@ -89,6 +89,13 @@ def stories(make_family):
         report(second_tubelet, **clip),
         report(tubelets((0, 12, 24, 36), (12, 10)), **clip),
         report(tubelets((0, 12, 24, 36), (12, 12), fps=7.3), **clip),
+        plan_turn(
+            find_runs(run(252), Grammar(START, CONTEXT, END)),
+            (),
+            family,
+            row_id="r17",
+            fault=(Reason.FRAMES_UNKNOWN, "one run of 252 tokens for all tubelets names no frames"),
+        ),
         report(tubelets((0, 30), (12,)), **clip),
         report(
             run(252), media=(MediaItem(size=(1, 1), source="cup.jpg", error="cup.jpg: the file ends early"),)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("family", sorted(ENGINES))
 def test_no_proof_is_wrong(family):
-    totals = run(family, 1500, seed=7)
+    totals = run(family, 400, seed=7)
     for mode in MODES:
         counts = totals[mode]
         assert not [name for name in counts if name.startswith("wrong")], (mode, counts)

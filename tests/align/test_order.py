@@ -8,6 +8,7 @@ import pytest
 from nemo_rl_ext.align.evidence import EngineRequest, Evidence
 from nemo_rl_ext.align.families.family import Seen
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.order import rivals
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import Reason, Verdict
@@ -93,9 +94,27 @@ def test_two_clips_in_the_other_order_are_not_decoded_at_each_others_times(make_
     assert [item.verdict for item in right.media] == [Verdict.MATCHED] * 2
 
 
+def may(possible):
+    return (ANY,) if possible else ()
+
+
 def test_a_circle_of_three_is_found_and_a_chain_is_not():
     seen = [(Seen(lengths=(n,)), None) for n in (1, 2, 3)]
     circle = {(0, 1), (1, 2), (2, 0)}
-    assert set(rivals(seen, lambda i, j: (i, j) in circle, [False] * 3)) == {0, 1, 2}
-    assert rivals(seen, lambda i, j: (i, j) in circle, [True, False, False]) == {}
-    assert rivals(seen, lambda i, j: (i, j) in {(0, 1), (1, 2)}, [False] * 3) == {}
+    assert set(rivals(seen, lambda i, j: may((i, j) in circle or i == j), [False] * 3)) == {0, 1, 2}
+    assert rivals(seen, lambda i, j: may((i, j) in circle), [True, False, False]) == {}
+    assert rivals(seen, lambda i, j: may((i, j) in {(0, 1), (1, 2)}), [False] * 3) == {}
+
+
+def test_one_request_has_one_set_of_limits():
+    """Each exchange would be possible on its own, but not both under the same limits."""
+    seen = [(Seen(lengths=(n,)), None) for n in (1, 2)]
+    own = {(0, 0): Limits(max_low=5, max_high=5), (1, 1): Limits(max_low=5, max_high=5)}
+
+    def under(low, high):
+        exchanged = {(0, 1): Limits(max_low=low, max_high=low), (1, 0): Limits(max_low=high, max_high=high)}
+        return rivals(seen, lambda i, j: ({**own, **exchanged}[i, j],), [False] * 2)
+
+    assert under(3, 4) == {}
+    assert under(3, 3) == {0: 1, 1: 0}
+    assert Limits(min_low=9).meet(Limits(max_high=8)) is None

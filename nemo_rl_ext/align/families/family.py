@@ -12,6 +12,7 @@ import torch
 
 from nemo_rl_ext.align.grids import Array, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import Limits
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
 from nemo_rl_ext.align.verdict import Fault, MediaKind
 
@@ -122,6 +123,13 @@ class MediaFamily(Protocol):
         """Every geometry that the engine can reach for an item with these runs, sorted; exactly one is a proof.
 
         A video carries the frames that `frames` found. A fault where runs of this form are never an item's.
+        """
+        ...
+
+    def limits(self, item: MediaItem, seen: Seen) -> tuple[Limits, ...]:
+        """The limits of size, shared by all media of its kind in a request, under which an item has these runs.
+
+        `(ANY,)` for a family whose media share none; () where the item can never have such runs.
         """
         ...
 

@@ -23,6 +23,7 @@ from nemo_rl_ext.align.families.family import (
 from nemo_rl_ext.align.fixed_tiles import FixedTiler
 from nemo_rl_ext.align.grids import Array, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.pixels import resize_and_normalize
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
 from nemo_rl_ext.align.verdict import Fault, MediaAlignmentError, MediaKind, Reason
@@ -85,6 +86,9 @@ class FixedTileFamily:
         (length,) = seen.lengths
         grids = self.tiler.feasible_grids(item.size, length, item.max_num_tiles)
         return tuple(Geometry(grid) for grid in grids)
+
+    def limits(self, item: MediaItem, seen: Seen) -> tuple[Limits, ...]:
+        return (ANY,)
 
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """`image_num_patches` counts tiles, which the run does, too; the one canvas that has them is the geometry."""

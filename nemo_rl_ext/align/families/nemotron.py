@@ -33,6 +33,7 @@ from nemo_rl_ext.align.families.fixed_tile import FixedTileFamily
 from nemo_rl_ext.align.fixed_tiles import FixedTiler, uses_fixed_tiles
 from nemo_rl_ext.align.grids import Array, DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.pixels import neutral_grids, patchify, resize_and_normalize
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
 from nemo_rl_ext.align.shares import label_problem, share_runs
@@ -233,6 +234,9 @@ class NemotronFamily:
         if tubelets != len(seen.lengths):
             return ()
         return tuple(Geometry(grid, tubelets) for grid in self.feasible_grids(item, seen.lengths[0]))
+
+    def limits(self, item: MediaItem, seen: Seen) -> tuple[Limits, ...]:
+        return (ANY,)
 
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """From `imgs_sizes` (height, width) in pixels of an image; a clip's tensors are large, their shape says it."""
