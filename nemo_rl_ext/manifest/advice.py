@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,9 @@ class Advice:
     """Rows with images."""
     num_resized: int
     """Those of them in which the engine may re-size an image under the present limits."""
+    num_hopeless: int
+    """Those of them that no limit helps: even the smallest grids do not fit beside the text. They are left out of
+    the next four numbers."""
     max_images: int
     """Most images of one request."""
     max_text_tokens: int
@@ -98,12 +101,18 @@ def advise(rows: Iterable[RowImages], tiler: DynamicTiler, max_model_len: int) -
     def need(row: RowImages) -> int:
         return needs[row.sizes, row.text_tokens]
 
-    pin = _largest_limit([(row.sizes, shared(row)) for row in distinct], tiler)
-    max_images = max((len(row.sizes) for row in rows), default=0)
-    max_text = max((row.text_tokens for row in rows), default=0)
+    smallest = dataclasses.replace(tiler, max_num_patches=tiler.min_num_patches)
+    hopeless = {
+        (row.sizes, row.text_tokens) for row in distinct if needed_patches(row.sizes, smallest) > shared(row)
+    }
+    helped = [row for row in rows if (row.sizes, row.text_tokens) not in hopeless]
+    pin = _largest_limit({(row.sizes, shared(row)) for row in helped}, tiler)
+    max_images = max((len(row.sizes) for row in helped), default=0)
+    max_text = max((row.text_tokens for row in helped), default=0)
     return Advice(
         num_rows=len(rows),
         num_resized=sum(need(row) > shared(row) for row in rows),
+        num_hopeless=len(rows) - len(helped),
         max_images=max_images,
         max_text_tokens=max_text,
         max_num_patches=pin,
@@ -114,7 +123,7 @@ def advise(rows: Iterable[RowImages], tiler: DynamicTiler, max_model_len: int) -
         fitting_model_len=max(
             (_static_tokens(row.sizes, tiler) + row.text_tokens + row.other_tokens for row in rows), default=1
         ),
-        resolution={} if pin is None else _resolution(rows, tiler, pin),
+        resolution={} if pin is None else _resolution(helped, tiler, pin),
     )
 
 
@@ -173,7 +182,7 @@ def _static_tokens(sizes: Sequence[Size], tiler: DynamicTiler) -> int:
     return sum(tiler.static_grid(size).num_tokens(tiler.merge_size) for size in sizes)
 
 
-def _largest_limit(rows: Sequence[tuple[tuple[Size, ...], int]], tiler: DynamicTiler) -> int | None:
+def _largest_limit(rows: Collection[tuple[tuple[Size, ...], int]], tiler: DynamicTiler) -> int | None:
     """The largest limit, no larger than today's, at which each (sizes, shared patches) keeps its static grids.
 
     Not a bisection: rounding makes the patches of a grid fall in places where the limit rises.

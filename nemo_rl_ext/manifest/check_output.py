@@ -61,9 +61,9 @@ def _advice(advice: Advice | None, engine: EngineModel) -> Iterator[str]:
         yield f"{place} the engine re-sizes no image of {rows}, whatever its cache and version"
         return
     yield f"{place} the engine may re-size images in {advice.num_resized} of {rows}; prevent it with one of"
-    if advice.max_num_patches is None:
-        yield "  max_num_patches: no number does; some row holds too many images for the smallest grids"
-    else:
+    if advice.num_hopeless:
+        yield f"  (not in {advice.num_hopeless} of them, whose text leaves no room for the smallest grids)"
+    if advice.max_num_patches is not None and advice.resolution:
         yield f"  max_num_patches {advice.max_num_patches} (`nemo-rl-ext pin`), the largest for these images"
         for kind, cost in advice.resolution.items():
             yield f"    {kind}: {cost.mean:.0%} of the linear resolution on average, {cost.worst:.0%} at worst"

@@ -70,7 +70,9 @@ class FitReport:
     """Least share of the linear resolution that an image has alone in the engine today."""
     mean: float = 1.0
     faults: list[RowFault] = field(default_factory=list)
-    """Rows that cannot be fitted; with one of them nothing is written."""
+    """Rows that cannot be read; with one of them nothing is written."""
+    resized_anyway: list[RowFault] = field(default_factory=list)
+    """Rows that the context does not hold even at the smallest grids: their images keep what they have alone."""
     advice: Advice | None = None
     """Of the fitted rows: the smallest context at which they stay as they are."""
 
@@ -151,6 +153,16 @@ class _Fitter:
         images = [media for media in row.media_refs() if media.kind == "image"]
         shared = shared_patches(engine.max_model_len - max(needs.other_tokens - 4, 0), text, tiler)
         grids = fitted_grids(needs.sizes, shared, tiler)
+        if grids is None:
+            problem = (
+                f"its smallest grids need {len(images) * tiler.min_num_patches} patches, and {text} tokens of text "
+                f"leave {shared}: the engine re-sizes its images all the same, or refuses it; raise max_model_len or "
+                "split the row"
+            )
+            self._report.resized_anyway.append(
+                RowFault(file=str(self._path), line=row.line, field="", problem=problem)
+            )
+            grids = tuple(self._alone(size) for size in needs.sizes)
         made = []
         for media, grid in zip(images, grids, strict=True):
             image = self._image(row, media, grid)
@@ -161,12 +173,19 @@ class _Fitter:
                 _replace(raw, media, moved)
         if made:
             raw["fitted_media"] = made
+        if made and sum(grid.num_patches for grid in grids) <= shared:
             patch = tiler.patch_size
             pixels = tuple((grid.height * patch, grid.width * patch) for grid in grids)
             self._rows.append(
                 RowImages(kind=needs.kind, sizes=pixels, text_tokens=text, other_tokens=needs.other_tokens)
             )
         return raw
+
+    def _alone(self, size: Size) -> Grid:
+        tiler = self._config.engine.tiler
+        return fixed_grid(size, tiler.max_num_patches or tiler.own_budget(size), tiler) or tiler.static_grid(
+            size
+        )
 
     def _image(self, row: ManifestRow, media: MediaRef, grid: Grid) -> FittedImage:
         image = load_image(media.ref, self._config.policy, base_dir=self._path.parent, where=row.where)
@@ -211,13 +230,10 @@ class _Fitter:
         return self._passed[source]
 
 
-def fitted_grids(sizes: Sequence[Size], shared: int, tiler: DynamicTiler) -> tuple[Grid, ...]:
-    """A fixed grid per image of a row, together no more than `shared` patches.
+def fitted_grids(sizes: Sequence[Size], shared: int, tiler: DynamicTiler) -> tuple[Grid, ...] | None:
+    """A fixed grid per image of a row, together no more than `shared` patches; None where not even the smallest fit.
 
     Images that need less than an equal share keep what they have alone, and leave the rest to the others.
-
-    Raises:
-        ValueError: when not even the smallest grids fit, with the numbers that would do.
     """
     grids: list[Grid] = [Grid(0, 0)] * len(sizes)
     left = shared
@@ -227,11 +243,7 @@ def fitted_grids(sizes: Sequence[Size], shared: int, tiler: DynamicTiler) -> tup
         limit = min(share, tiler.max_num_patches) if tiler.max_num_patches else share
         grid = fixed_grid(sizes[index], limit, tiler)
         if grid is None:
-            raise ValueError(
-                f"{len(sizes)} images of at least {tiler.min_num_patches} patches need "
-                f"{len(sizes) * tiler.min_num_patches} patches, and the context leaves them {shared}: raise "
-                "max_model_len, or split the row"
-            )
+            return None
         grids[index] = grid
         left -= grid.num_patches
     return tuple(grids)

@@ -36,7 +36,7 @@ def fit(
 ) -> None:
     """Re-size every image of a manifest once, to its share of the context, so that no engine does.
 
-    Clips, cached frames and text pass through. Exits with 1, and writes nothing, when a row cannot be fitted.
+    Clips, cached frames and text pass through. Exits with 1, and writes nothing, when a row cannot be read.
     """
     from nemo_rl_ext.manifest.check_output import counted
     from nemo_rl_ext.manifest.fit import fit_manifest
@@ -64,6 +64,8 @@ def fit(
             typer.echo(f"fault: {fault}")
         typer.echo(f"{manifest}: {counted(len(report.faults), 'fault')}, nothing was written")
     else:
+        for fault in report.resized_anyway:
+            typer.echo(f"warning: {fault}")
         typer.echo(
             f"{report.manifest}: {counted(report.num_rows, 'row')}, {counted(report.num_images, 'image')}, "
             f"{report.num_changed} of them re-sized, in {counted(report.num_files, 'file')}; {report.mean:.0%} of the "

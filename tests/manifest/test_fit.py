@@ -49,9 +49,8 @@ def test_fixed_grids_are_kept_by_engine_and_trainer(tiler):
         sizes = tuple(random_size(rng) for _ in range(rng.randrange(1, 9)))
         text, context = rng.randrange(201), rng.choice((1024, 2048, 8192, 16_384))
         shared = shared_patches(context, text, tiler)
-        try:
-            grids = fitted_grids(sizes, shared, tiler)
-        except ValueError:
+        grids = fitted_grids(sizes, shared, tiler)
+        if grids is None:
             assert len(sizes) * tiler.min_num_patches > shared - 4 * len(sizes) * 40
             continue
         num_fitted += 1
@@ -218,18 +217,9 @@ def test_clips_frames_data_urls_and_unknown_keys_pass_through(write_manifest, ma
 
 def test_refusals_name_the_row_and_leave_nothing(write_manifest, make_row, tmp_path):
     (tmp_path / "half.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    rows = [
-        make_row("a.png", "?"),
-        make_row("half.png", "?"),
-        make_row(*["a.png"] * 40, "word " * 1800),
-        b"{",
-    ]
+    rows = [make_row("a.png", "?"), make_row("half.png", "?"), make_row("missing.png"), b"{"]
     report = fit_manifest(write_manifest(rows), tmp_path / "out", CONFIG)
     assert [fault.line for fault in report.faults] == [2, 3, 4]
-    assert (
-        "40 images of at least 16 patches need 640 patches, and the context leaves them"
-        in report.faults[1].problem
-    )
     (tmp_path / "taken").mkdir()
     with pytest.raises(ValueError, match="exists already"):
         fit_manifest(write_manifest(rows), tmp_path / "taken", CONFIG)
@@ -237,6 +227,18 @@ def test_refusals_name_the_row_and_leave_nothing(write_manifest, make_row, tmp_p
     left = {path.name for path in tmp_path.iterdir()}
     assert "out" not in left and not any("partial" in name for name in left)
     assert list((tmp_path / "taken").iterdir()) == []
+
+
+def test_rows_that_are_resized_all_the_same_are_named_and_kept(write_manifest, make_row, tmp_path):
+    rows = [make_row("a.png", "?"), make_row(*["a.png"] * 40, "word " * 1800), make_row("b.png", "?")]
+    report = fit_manifest(write_manifest(rows), tmp_path / "out", CONFIG)
+    assert (
+        not report.faults and report.num_rows == 3 and [fault.line for fault in report.resized_anyway] == [2]
+    )
+    assert "its smallest grids need 640 patches" in report.resized_anyway[0].problem
+    checked = check_manifest(report.manifest, CONFIG)
+    assert (checked.advice.num_rows, checked.advice.num_resized, checked.advice.num_hopeless) == (3, 1, 1)
+    assert report.advice.num_rows == 2 and report.advice.num_resized == 0
 
 
 def test_reserved_text(write_manifest, make_row, tmp_path):
