@@ -209,7 +209,8 @@ def _largest_limit(rows: Collection[tuple[tuple[Size, ...], int]], tiler: Dynami
 
 def _held(values: Array, length: int) -> Array:
     """The values, the last one repeated: a larger limit changes nothing for this image."""
-    return np.concatenate((values, np.full(max(length - len(values), 0), values[-1])))[:length]
+    held: Array = np.concatenate((values, np.full(max(length - len(values), 0), values[-1])))[:length]
+    return held
 
 
 def _resolution(rows: Sequence[RowImages], tiler: DynamicTiler, limit: int) -> dict[str, Resolution]:

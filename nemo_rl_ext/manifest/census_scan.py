@@ -136,12 +136,15 @@ class MarkerScanner:
             for p, m, c, n in found
         ]
 
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        return self._plain.finditer(text) if self._plain is not None else iter(())
+
     def _hits(self, row: Any) -> Iterator[tuple[str, str, Counter[str]]]:
         for link, text in strings(row):
             if not self._may_hold(text):
                 continue
             path = field_path(link)
-            raw = Counter(self._plain.findall(text))
+            raw = Counter(match.group() for match in self._matches(text))
             inner = list(self._inside_json(path, text))
             # Text of JSON inside a string is judged where it is read: by its field when it parses.
             if sum((c for _, _, c in inner), Counter()).total() >= max(raw.total(), 1):
@@ -171,7 +174,7 @@ class MarkerScanner:
         found: Counter[str] = Counter()
         for texts in (pieces, [piece.strip() for piece in pieces]):
             joints = list(itertools.accumulate(map(len, texts)))[:-1]
-            matches = self._plain.finditer("".join(texts))
+            matches = self._matches("".join(texts))
             found |= Counter(
                 m.group() for m in matches if any(m.start() < joint < m.end() for joint in joints)
             )

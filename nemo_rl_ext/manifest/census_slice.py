@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,7 @@ def _scan_batches(part: Slice, scanner: MarkerScanner, result: SliceResult) -> N
         result.num_rows += batch.num_rows
 
 
-def _may_hold(batch, scanner: MarkerScanner) -> bool:
+def _may_hold(batch: Any, scanner: MarkerScanner) -> bool:
     """Whether a batch is worth a walk. The texts of a column lie end to end, so that markers over neighbours show;
     without spaces also those whose halves a template would trim."""
     for data in (str(batch.schema).encode(), *text_buffers(batch)):

@@ -192,5 +192,5 @@ def _bytes_of(column: Any, offset_type: type) -> bytes:
     if data is None or not len(column):
         return b""
     # A slice of a batch shares the buffers of the whole: only its own bytes are taken.
-    bounds = np.frombuffer(offsets, offset_type)[column.offset : column.offset + len(column) + 1]
+    bounds: np.ndarray = np.frombuffer(offsets, offset_type)[column.offset : column.offset + len(column) + 1]
     return memoryview(data)[int(bounds[0]) : int(bounds[-1])].tobytes()

@@ -49,8 +49,9 @@ def check(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
+    from nemo_rl_ext.manifest.check import check_manifest
     from nemo_rl_ext.manifest.check_output import print_report
+    from nemo_rl_ext.manifest.measuring import CheckConfig
 
     engine = options.engine_of(
         model,

@@ -92,7 +92,8 @@ def _write_rows(
 ) -> Iterator[dict[str, Any]]:
     for number, plan in enumerate(plans):
         row_id = f"{split}-{number:05d}"
-        turns, index = [], 0
+        turns: list[list[dict[str, Any]]] = []
+        index = 0
         for turn in plan.turns:
             parts: list[dict[str, Any]] = []
             for item in turn:

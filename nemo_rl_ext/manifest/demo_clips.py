@@ -75,7 +75,7 @@ def write_clip(clip: Clip, path: Path) -> None:
     import cv2
 
     height, width = clip.size
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), clip.fps, (width, height))
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), clip.fps, (width, height))
     if not writer.isOpened():
         raise ValueError(
             f"{path}: OpenCV cannot write MPEG-4; opencv-python-headless is expected, which vLLM brings"
@@ -113,7 +113,7 @@ def _frames(name: str) -> np.ndarray:
 
     path = video_dir() / name
     capture = cv2.VideoCapture(str(path))
-    frames = []
+    frames: list[np.ndarray] = []
     while len(frames) < _MAX_FRAMES:
         found, frame = capture.read()
         if not found:

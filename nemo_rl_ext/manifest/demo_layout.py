@@ -53,12 +53,15 @@ OVERLONG, OVERLONG_PERIOD, OVERLONG_PLACE = "overlong", 120, 60
 """Of so many training rows one outgrows the engine's context in its second turn: a masked row, as runs have them."""
 
 
+_Turns = tuple[tuple[Picture | Clip, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One row before its files exist: the media of each turn, and which of them all (if any) is lit."""
 
     shape: str
-    turns: tuple[tuple[Picture | Clip, ...], ...]
+    turns: _Turns
     lit: int
     answer: str = ""
 
@@ -87,9 +90,11 @@ def _layout(shape: str, split: str, rng: np.random.Generator) -> Plan:
     if shape in MOVING:
         clip = _clip(shape, split, rng)
         picture = _picture("one", _small(rng), split, rng)
-        turns = {"picture_and_clip": ((picture, clip),), "tool_clip": ((picture,), (clip,))}.get(
-            shape, ((clip,),)
-        )
+        special: dict[str, _Turns] = {
+            "picture_and_clip": ((picture, clip),),
+            "tool_clip": ((picture,), (clip,)),
+        }
+        turns = special.get(shape, ((clip,),))
         return Plan(shape=shape, turns=turns, lit=sum(map(len, turns)) - 1)
     sizes = _sizes("one" if shape == OVERLONG else shape, rng)
     turns = tuple(tuple(_picture(shape, size, split, rng) for size in turn) for turn in sizes)
@@ -105,7 +110,7 @@ def _picture(shape: str, size: tuple[int, int], split: str, rng: np.random.Gener
         size=size,
         kind="jpeg" if shape in RESIZED else str(rng.choice(kinds)),
         lit="",
-        crop=tuple(float(value) for value in rng.random(3)),
+        crop=(rng.random(), rng.random(), rng.random()),
     )
 
 
@@ -116,7 +121,7 @@ def _clip(shape: str, split: str, rng: np.random.Generator) -> Clip:
         num_frames=int(rng.integers(12, 41)),
         fps=float(rng.choice(_RATES)),
         lit="",
-        cut=tuple(float(value) for value in rng.random(3)),
+        cut=(rng.random(), rng.random(), rng.random()),
         cached=shape == "frames",
         asked_frames=2 if shape == "short_clip" else None,
     )
@@ -155,7 +160,8 @@ def _near_square(rng: np.random.Generator) -> tuple[int, int]:
 
 def _jitter(size: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
     """A size nearby: real pictures are seldom multiples of the patch size."""
-    return tuple(int(side + rng.integers(-side // 16, side // 16 + 1)) for side in size)
+    height, width = (int(side + rng.integers(-side // 16, side // 16 + 1)) for side in size)
+    return height, width
 
 
 def _is_resized(turns: Sequence[Sequence[tuple[int, int]]]) -> bool:

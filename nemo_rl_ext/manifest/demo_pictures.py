@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -73,7 +74,8 @@ def render(picture: Picture) -> np.ndarray:
         evened[:, :middle] += LIGHT
     elif picture.lit == "r":
         evened[:, width - middle :] += LIGHT
-    return np.clip(np.rint(evened), 0, 255).astype(np.uint8)
+    rounded: np.ndarray = np.clip(np.rint(evened), 0, 255).astype(np.uint8)
+    return rounded
 
 
 def encode(picture: Picture) -> tuple[bytes, str]:
@@ -86,7 +88,8 @@ def even(half: np.ndarray) -> np.ndarray:
     if not half.size:
         return half
     centred = half - half.mean()
-    return _MEAN + centred * (_SPREAD / max(float(centred.std()), _SPREAD / 2))
+    evened: np.ndarray = _MEAN + centred * (_SPREAD / max(float(centred.std()), _SPREAD / 2))
+    return evened
 
 
 @cache
@@ -104,7 +107,7 @@ def photograph_dir() -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def _save(image: Image.Image, file_format: str, **options) -> bytes:
+def _save(image: Image.Image, file_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, file_format, **options)
     return buffer.getvalue()

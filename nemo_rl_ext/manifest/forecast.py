@@ -130,12 +130,12 @@ def forecast(row: ManifestRow, media: Sequence[Measured], engine: EngineModel) -
     first_grids: dict[int, Grid] = {}
     resized: set[int] = set()
     changing: set[int] = set()
-    fits, length, grids = True, 0, ()
+    fits, length = True, 0
+    grids: tuple[Grid, ...] = ()
     for turn in range(row.num_turns):
         shown = [image for image in images if image.turn <= turn]
-        grids = tiler.joint_grids([image.size for image in shown], budget)
-        if grids is None:
-            fits, grids = False, ()
+        joint = tiler.joint_grids([image.size for image in shown], budget)
+        fits, grids = fits and joint is not None, joint or ()
         for index, grid in enumerate(grids):
             if grid != static[index]:
                 resized.add(index)
@@ -172,7 +172,9 @@ def forecast(row: ManifestRow, media: Sequence[Measured], engine: EngineModel) -
     )
 
 
-def _videos(row: ManifestRow, media: Sequence[Measured], engine: EngineModel):
+def _videos(
+    row: ManifestRow, media: Sequence[Measured], engine: EngineModel
+) -> tuple[tuple[int, ...], list[tuple[int, int]], list[tuple[int, list[int]]]]:
     """All tubelet runs, and per clip its turn with the tokens of its timestamps and with its runs."""
     all_runs: list[int] = []
     timestamp_tokens, runs_by_turn = [], []
@@ -245,5 +247,5 @@ def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
         if index:
             chat.append({"role": "assistant", "content": ""})
         chat += [{"role": message.role, "content": template_content(message)} for message in messages]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     return text.replace("<image>", "").replace("<video>", "")

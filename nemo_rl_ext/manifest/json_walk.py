@@ -11,7 +11,7 @@ from typing import Any
 try:
     import msgspec
 except ImportError:  # only speed is lost: every line then goes through `json.loads`
-    msgspec = None
+    msgspec = None  # type: ignore[assignment]
 
 _ID_FIELDS = ("id", "example_id", "row_id", "uid", "uuid", "_id", "task_id", "index")
 # Parts of a message that hold other than text.
@@ -19,7 +19,7 @@ _NO_TEXT = re.compile(r"image|video|audio|file", re.IGNORECASE)
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
-class Pairs(list):
+class Pairs(list[Any]):
     """A JSON object as (key, value) pairs: repeated keys all stay."""
 
 

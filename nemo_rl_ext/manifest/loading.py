@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_rl_ext.manifest.file_kinds import UnreadableError
 from nemo_rl_ext.manifest.keys import closest_key
@@ -59,7 +61,11 @@ class Manifest(Sequence[ManifestRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> ManifestRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ManifestRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> ManifestRow | tuple[ManifestRow, ...]:
         return self.rows[index]
 
 
@@ -170,8 +176,8 @@ def _parse_line(line: bytes, file: str, number: int) -> ManifestRow | list[RowFa
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"duplicate key {twice!r}")
     return value
 
@@ -200,7 +206,7 @@ def _field_name(loc: tuple[int | str, ...]) -> str:
     return ".".join(keys)
 
 
-def _problem(entry: dict[str, Any]) -> str:
+def _problem(entry: ErrorDetails) -> str:
     found = entry["input"]
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "missing" and isinstance(found, dict):

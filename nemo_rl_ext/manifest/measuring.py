@@ -45,7 +45,8 @@ class Measurements:
         """Measured in the calling thread; raises as `result` does."""
         key = self._key(row, media)
         if key not in self._futures:
-            self._futures[key] = future = Future()
+            future: Future[Measured] = Future()
+            self._futures[key] = future
             try:
                 future.set_result(self._measure(media, row.where, self._num_frames(row)))
             except Exception as error:
@@ -63,15 +64,24 @@ class Measurements:
         return (media.ref, str(self._num_frames(row))) if media.kind == "video" else (media.ref,)
 
     def _measure(self, media: MediaRef, where: str, num_frames: int) -> Measured:
-        options = {"base_dir": self._base_dir, "where": where}
-        policy = self._config.policy
+        ref, policy, base_dir = media.ref, self._config.policy, self._base_dir
         if media.kind != "video":
-            measure = (lambda *a, **k: load_image(*a, **k).size) if self._config.decode else image_size
-            return Measured(kind="image", turn=0, size=measure(media.ref, policy, **options))
-        options["backend"] = self._config.video_backend
+            if self._config.decode:
+                size = load_image(ref, policy, base_dir=base_dir, where=where).size
+            else:
+                size = image_size(ref, policy, base_dir=base_dir, where=where)
+            return Measured(kind="image", turn=0, size=size)
+        backend = self._config.video_backend
         if self._config.decode:
-            patch = self._config.engine.video.temporal_patch_size
-            clip = load_video(media.ref, policy, num_frames=num_frames, temporal_patch_size=patch, **options)
+            clip = load_video(
+                ref,
+                policy,
+                num_frames=num_frames,
+                temporal_patch_size=self._config.engine.video.temporal_patch_size,
+                backend=backend,
+                base_dir=base_dir,
+                where=where,
+            )
             return Measured(
                 kind="video",
                 turn=0,
@@ -80,5 +90,5 @@ class Measurements:
                 fps=clip.fps,
                 remarks=clip.remarks(),
             )
-        info = probe_video(media.ref, policy, **options)
+        info = probe_video(ref, policy, backend=backend, base_dir=base_dir, where=where)
         return Measured(kind="video", turn=0, size=info.size, num_frames=info.num_frames, fps=info.fps)

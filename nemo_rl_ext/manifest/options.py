@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -67,5 +68,5 @@ def policy_of(media_root: list[Path] | None, allow_remote: bool, max_pixels: int
     """The media policy that these options describe."""
     from nemo_rl_ext.media.policy import MediaPolicy
 
-    limits = {} if max_pixels is None else {"max_pixels": max_pixels}
-    return MediaPolicy(roots=tuple(media_root or ()), allow_remote=allow_remote, **limits)
+    policy = MediaPolicy(roots=tuple(media_root or ()), allow_remote=allow_remote)
+    return policy if max_pixels is None else dataclasses.replace(policy, max_pixels=max_pixels)

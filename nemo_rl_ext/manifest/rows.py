@@ -18,6 +18,7 @@ first, second, ... answer, for rollouts whose later turns are known in advance (
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -260,19 +261,20 @@ class ManifestRow(_Frozen):
         for turn in range(self.num_turns):
             for message_index, message in enumerate(self.messages(turn)):
                 for part_index, part in enumerate(message.parts):
-                    place = {"turn": turn, "message_index": message_index, "part_index": part_index}
+                    place = functools.partial(
+                        MediaRef, turn=turn, message_index=message_index, part_index=part_index
+                    )
                     if isinstance(part, VideoPart):
-                        yield MediaRef(kind="video", ref=part.video_url, **place)
+                        yield place(kind="video", ref=part.video_url)
                     elif isinstance(part, ImagePart) and not part.is_video_frame:
-                        yield MediaRef(kind="image", ref=part.image_url, **place)
+                        yield place(kind="image", ref=part.image_url)
                     elif isinstance(part, ImagePart):
-                        yield MediaRef(
+                        yield place(
                             kind="frame",
                             ref=part.image_url,
                             video_source=part.video_source,
                             frame_index=part.video_frame_index,
                             fps=part.video_fps,
-                            **place,
                         )
 
 
