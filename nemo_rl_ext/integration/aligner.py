@@ -132,8 +132,7 @@ class NemoRLAligner:
         pad = self.config.pad_dynamic_image_shapes or len(set(expected)) > 1
         unchanging = all(is_data_url(source.ref) for source in turn.media)
         key = (tuple(image.facts.content_hash for image in images), pad)
-        found: MediaTensors | None = self.render.store.get(key) if unchanging else None
-        if found is not None:
+        if unchanging and isinstance(found := self.render.kept(key), MediaTensors):
             return found
         try:
             opened = [Image.open(io.BytesIO(self._bytes(source))).convert("RGB") for source in turn.media]
@@ -144,7 +143,7 @@ class NemoRLAligner:
             )
             return None
         if unchanging:
-            self.render.store.put(key, tensors, tensors.num_bytes)
+            self.render.keep(key, tensors)
         return tensors
 
     def _bytes(self, source: MediaSource) -> bytes:

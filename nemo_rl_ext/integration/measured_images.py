@@ -8,12 +8,12 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachetools import LRUCache
 from PIL import ExifTags, Image
 
 from nemo_rl_ext.align.grids import Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
-from nemo_rl_ext.rollout.cache import RecentlyUsed
 
 MAX_MEASURED = 16384
 """Images whose measurements an aligner remembers, a few hundred bytes each."""
@@ -36,7 +36,7 @@ class MeasuredImages:
 
     def __init__(self, reader: MediaReader, read: Callable[[MediaSource], bytes]) -> None:
         self.reader, self.read = reader, read
-        self._remembered: RecentlyUsed[MeasuredImage] = RecentlyUsed(MAX_MEASURED)
+        self._remembered: LRUCache[bytes, MeasuredImage] = LRUCache(MAX_MEASURED)
 
     def measure(self, source: MediaSource) -> MeasuredImage | MediaItem:
         """The measurements of one image; an item with `error` set where it cannot be read.
@@ -50,7 +50,7 @@ class MeasuredImages:
             return found
         fresh = self._open(source)
         if key is not None and isinstance(fresh, MeasuredImage):
-            self._remembered.put(key, fresh)
+            self._remembered[key] = fresh
         return fresh
 
     def _open(self, source: MediaSource) -> MeasuredImage | MediaItem:

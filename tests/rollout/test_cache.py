@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 import torch
 
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.rollout.cache import RecentlyUsed, RenderCache
+from nemo_rl_ext.rollout.cache import RenderCache
 
 
 class OnesFamily:
@@ -30,7 +31,7 @@ def test_equal_content_on_an_equal_grid_is_rendered_once():
     assert (family.calls, cache.hits, cache.misses) == (3, 1, 3)
 
 
-def test_the_cache_stays_within_its_bytes_and_forgets_the_oldest():
+def test_the_cache_stays_within_its_bytes():
     family = OnesFamily()
     cache = RenderCache(family, 40)
     for name in "abc":
@@ -39,7 +40,8 @@ def test_the_cache_stays_within_its_bytes_and_forgets_the_oldest():
     cache(item("c"), Grid(2, 2))
     assert family.calls == 3
     cache(item("a"), Grid(2, 2))
-    assert family.calls == 4
+    cache(item("b"), Grid(2, 2))
+    assert family.calls > 3, "one of them was forgotten"
 
 
 def test_zero_bytes_keep_nothing():
@@ -51,19 +53,22 @@ def test_zero_bytes_keep_nothing():
 
 
 def test_a_value_that_is_replaced_gives_its_room_back_and_one_that_never_fits_is_not_kept():
-    store = RecentlyUsed(10)
-    store.put("a", "first", 6)
-    store.put("a", "second", 4)
-    store.put("b", "other", 6)
-    assert (store.get("a"), store.get("b"), store.size) == ("second", "other", 10)
-    store.put("b", "too large", 11)
-    assert (store.get("b"), store.size) == (None, 4)
+    cache = RenderCache(OnesFamily(), 40)
+    cache.keep("a", torch.ones(6))
+    cache.keep("a", torch.ones(4))
+    cache.keep("b", torch.ones(6))
+    assert (cache.kept("a").numel(), cache.kept("b").numel(), cache.num_bytes) == (4, 6, 40)
+    cache.keep("c", torch.ones(11))
+    assert cache.kept("c") is None and cache.num_bytes == 40
 
 
-def test_what_was_read_last_is_forgotten_last():
-    store = RecentlyUsed(2)
-    store.put("a", 1)
-    store.put("b", 2)
-    assert store.get("a") == 1
-    store.put("c", 3)
-    assert (store.get("a"), store.get("b"), store.get("c")) == (1, None, 3)
+@pytest.mark.parametrize("num_images", [8, 10, 11, 12, 16])
+def test_images_that_are_one_too_many_do_not_empty_the_cache(num_images):
+    """16 rollouts of a prompt group, one after the other, with room for ten of their images."""
+    family = OnesFamily()
+    cache = RenderCache(family, 160)
+    for _ in range(16):
+        for index in range(num_images):
+            cache(item(str(index)), Grid(2, 2))
+    assert cache.num_bytes <= 160
+    assert cache.hits == 15 * num_images if num_images <= 10 else cache.hits > 0.3 * 16 * num_images

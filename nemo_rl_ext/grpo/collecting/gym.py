@@ -12,7 +12,6 @@ import base64
 import importlib
 import json
 import sys
-import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from nemo_rl_ext.grpo.collecting.gym_servers import GymServers, post_json
@@ -97,10 +97,10 @@ def _run_row(
     try:
         result = post_json(f"{servers.urls[str(name)]}/run", body, timeout_s)
         return _rollout(result)
-    except urllib.error.HTTPError as error:
-        detail = error.read(2000).decode("utf-8", "replace")
-        return GymRollout(masked=True, error=f"{name} answered {error.code}: {detail[:500]}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except httpx.HTTPStatusError as error:
+        answer = error.response
+        return GymRollout(masked=True, error=f"{name} answered {answer.status_code}: {answer.text[:500]}")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         return GymRollout(masked=True, error=f"{name}: {type(error).__name__}: {error}"[:500])
 
 

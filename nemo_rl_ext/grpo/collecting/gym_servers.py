@@ -7,21 +7,19 @@ server, model server, agents and verifiers against an OpenAI-compatible endpoint
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import yaml
 
 logger = logging.getLogger(__name__)
@@ -187,18 +185,22 @@ def _launch(gym: Path, config: GymConfig, ray_dir: str) -> GymServers:
 
 
 def post_json(url: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """POST to a server of this machine; raises `OSError` (`HTTPError` for an error status) or `ValueError`."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with _direct.open(request, timeout=timeout_s) as answer:
-        return cast(dict[str, Any], json.loads(answer.read()))
+    """POST to a server of this machine.
+
+    Raises:
+        httpx.HTTPError: it does not answer in time, or with an error status (`httpx.HTTPStatusError`).
+        ValueError: the answer is not JSON.
+    """
+    answer = _direct.post(url, json=body, timeout=timeout_s).raise_for_status()
+    return cast(dict[str, Any], answer.json())
 
 
 def _server_urls(head_url: str) -> dict[str, str]:
     """Addresses from the head server's configuration; empty while it does not answer."""
     try:
-        with _direct.open(f"{head_url}/global_config_dict_yaml", timeout=5) as answer:
-            configuration = yaml.safe_load(json.loads(answer.read()))
-    except (OSError, ValueError):
+        answer = _direct.get(f"{head_url}/global_config_dict_yaml").raise_for_status()
+        configuration = yaml.safe_load(answer.json())
+    except (httpx.HTTPError, ValueError):
         return {}
     urls = {}
     for name, kinds in configuration.items():
@@ -210,12 +212,10 @@ def _server_urls(head_url: str) -> dict[str, str]:
 
 def _answers(url: str) -> bool:
     try:
-        _direct.open(url, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True  # a server without a page at / still answers
-    except OSError:
+        _direct.get(url)
+    except httpx.HTTPError:
         return False
-    return True
+    return True  # a server without a page at / still answers
 
 
 def _free_port() -> int:
@@ -243,5 +243,11 @@ def _environment(venv: Path, ray_dir: str) -> dict[str, str]:
     }
 
 
-# servers on this machine are never reached through a proxy
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Servers on this machine are never reached through a proxy, nor with certificates. Every request has a connection of
+# its own: one that the server is about to close would cost a row.
+_direct = httpx.Client(
+    trust_env=False,
+    verify=False,
+    timeout=5,
+    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+)
