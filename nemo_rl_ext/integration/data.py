@@ -18,6 +18,7 @@ from nemo_rl.data.processors import PROCESSOR_REGISTRY
 from nemo_rl.data.processors import nemo_gym_data_processor as upstream_processor
 
 from nemo_rl_ext.integration.in_process import install_in_process
+from nemo_rl_ext.integration.plain_start import require_hooks
 from nemo_rl_ext.integration.settings import RecipeError
 from nemo_rl_ext.manifest.loading import MAX_ERRORS, ManifestError, RowFault, scan_manifest
 
@@ -112,6 +113,7 @@ class MixedNemoGymDataset(NemoGymDataset):  # type: ignore[misc]  # known only a
     refuses_faults = True
 
     def __init__(self, data_path: str, repeat: int = 1, **kwargs: Any) -> None:
+        require_hooks()
         self._check_rows(data_path)
         super().__init__(data_path, repeat=repeat, **kwargs)
         tiles = kwargs.get(TILES_KEY)

@@ -43,6 +43,11 @@ def install_in_process() -> None:
         wrap(manager, "attach_static_multimodal_payload", reattach.attach_respecting_marks)
 
 
+def driver_is_bound() -> bool:
+    """Whether the NemoGym actor's class is bound in this process, which the launcher does before a script runs."""
+    return any(name == "NemoGym" for _, name, _ in _originals)
+
+
 def uninstall() -> None:
     """Give every name its original back; for tests and notebooks."""
     while _originals:

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.integration.known_processor import check_checkpoint
 from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
-from nemo_rl_ext.integration.recipe_checks import check_recipe
 from nemo_rl_ext.integration.settings import BLOCK, RecipeError, settings_of
 
 logger = logging.getLogger(__name__)
@@ -36,20 +34,39 @@ def run(script: str, arguments: Sequence[str]) -> None:
         raise RecipeError(
             f"{script} is not a file; name a script of NeMo-RL, as examples/nemo_gym/run_grpo_nemo_gym.py"
         )
-    recipe = read_recipe(arguments)
-    settings = settings_of(recipe)
-    if settings.enabled:
-        check_recipe(recipe)
-        check_checkpoint(recipe)
-        found = probe()
-        logger.info("NeMo-RL %s in %s is known", found.version, found.root)
-        share_with_workers()
-        from nemo_rl_ext.integration.install import install_driver
-
-        install_driver()
+    arguments = complete_overrides(arguments)
+    install_if_asked(read_recipe(arguments))
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def install_if_asked(recipe: Any) -> bool:
+    """Check a recipe and bind the driver's names, where the recipe sets the flag; returns whether it does.
+
+    Raises:
+        RecipeError: for a recipe that cannot run as it is.
+        UnknownNemoRLError: when NeMo-RL is not what the hooks know.
+    """
+    if not settings_of(recipe).enabled:
+        return False
+    from nemo_rl_ext.integration.known_processor import check_checkpoint
+    from nemo_rl_ext.integration.recipe_checks import check_recipe
+
+    check_recipe(recipe)
+    check_checkpoint(recipe)
+    found = probe()
+    logger.info("NeMo-RL in %s, which calls itself %s, is known", found.root, found.version)
+    share_with_workers()
+    from nemo_rl_ext.integration.install import install_driver
+
+    install_driver()
+    return True
+
+
+def complete_overrides(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `++` before overrides of this package's block: no recipe of NeMo-RL's own has its keys."""
+    return [f"++{word}" if word.startswith((f"{BLOCK}.", f"{BLOCK}=")) else word for word in arguments]
 
 
 def read_recipe(arguments: Sequence[str]) -> Any:

@@ -96,6 +96,7 @@ def write_checkpoint(
         json.dumps(
             {
                 "model_type": "tiny_omni",
+                "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
                 "patch_size": 16,
                 "downsample_ratio": 0.5,
                 "norm_mean": [0.5, 0.5, 0.5],

@@ -69,13 +69,8 @@ def test_with_the_flag_off_a_run_is_the_one_without_the_package(tmp_path, ray_he
 
     assert not without["found"] and without["driver"] == without["actor"] == []
     assert launched["found"] and launched["actor"] == []
-    assert launched["driver"] == [
-        "nemo_rl_ext",
-        "nemo_rl_ext.integration",
-        "nemo_rl_ext.integration.probe",
-        "nemo_rl_ext.integration.settings",
-        "nemo_rl_ext.integration.upstream_contract",
-    ]
+    assert "nemo_rl_ext.integration.settings" in launched["driver"]
+    assert not [name for name in launched["driver"] if name.endswith((".install", ".in_process", ".actor"))]
     assert off == plain
     # They hold pixels and runs that do not fit: nothing was repaired, nothing is empty.
     assert all(b"tensor torch.float32 (3, 3, 160, 320)" in text for text in plain)
