@@ -70,8 +70,11 @@ def slices(path: str | Path, slice_bytes: int = 4 * BLOCK_BYTES) -> list[Slice]:
                 Slice(file=file, kind=kind, start=g, end=min(g + step, groups), size=size * step // groups)
                 for g in range(0, groups, step)
             ] or [Slice(file=file, kind=kind, size=size)]
-    except (UnreadableError, OSError) as error:
+    except UnreadableError as error:
         return [Slice(file=file, kind=None, size=size, problem=str(error))]
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror or error})"
+        return [Slice(file=file, kind=None, size=size, problem=problem)]
     return [Slice(file=file, kind=kind, size=size)]
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from nemo_rl_ext.manifest import streams
+from nemo_rl_ext.manifest import census_sources, streams
 from nemo_rl_ext.manifest.census import CensusConfig, take_census
 
 NUM_ROWS = 3000
@@ -200,6 +200,22 @@ def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
         assert {os.path.basename(item.file) for item in report.unread} == {"cut.gz", "utf16"}
         assert [f.line for f in report.findings if f.file.endswith("good")] == list(PLANTED)
         assert report.unread[0].num_rows > 0 and "cut" in report.unread[0].error
+
+
+def test_a_file_that_may_not_be_opened_is_named_and_the_others_are_read(tmp_path, monkeypatch):
+    for name in ("closed.jsonl", "good.jsonl"):
+        (tmp_path / name).write_bytes(TEXT)
+    opened = census_sources.open_bytes
+
+    def refuse(path):
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path)
+
+    monkeypatch.setattr(census_sources, "open_bytes", refuse)  # a test that runs as root may open anything
+    report = take_census([tmp_path / "closed.jsonl", tmp_path / "good.jsonl"])
+    assert [item.error for item in report.unread] == ["it cannot be read (Permission denied)"]
+    assert report.failed and report.num_rows == NUM_ROWS
 
 
 def test_parquet_and_arrow_text_at_any_depth_and_of_any_type(tmp_path):
