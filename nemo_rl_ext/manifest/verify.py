@@ -36,7 +36,9 @@ def verify_media(manifest: Manifest, *, video_backend: Backend = "opencv") -> No
             else:
                 load_image(ref, manifest.policy, base_dir=manifest.base_dir)
         except Exception as error:  # whatever a decoder raises is this row's fault, by name
-            problem = str(error) if isinstance(error, MediaDecodeError) else f"{type(error).__name__}: {error}"
+            problem = (
+                str(error) if isinstance(error, MediaDecodeError) else f"{type(error).__name__}: {error}"
+            )
             return RowFault(file=str(manifest.path), line=row.line, field=media.field, problem=problem)
         return None
 
