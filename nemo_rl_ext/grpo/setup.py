@@ -41,6 +41,7 @@ from nemo_rl_ext.manifest.scoring import require_answers
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint, require_checkpoint
+from nemo_rl_ext.receipts.store import ReceiptStore
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)
@@ -241,16 +242,18 @@ def _player(
 ) -> Iterator[Player | GymPlayer]:
     """Rows are played on the engine directly, or through Gym's servers on the engine's endpoint."""
     max_turns = config.grpo.max_rollout_turns
+    receipts = config.grpo.media_alignment.evidence == "receipt"
     if not config.env.should_use_nemo_gym:
-        receipts = config.grpo.media_alignment.evidence == "receipt"
         yield Player(engine=engine, pool=pool, renderer=renderer, max_turns=max_turns, receipts=receipts)
         return
+    store = ReceiptStore() if receipts else None
     completions = Completions(
         engine=engine,
         renderer=renderer,
         sampling=sampling,
         media_policy=inputs.media_policy,
         model_name=str(config.policy.model_name),
+        receipts=store,
     )
     with serve(completions) as base_url, start_gym(gym_config(config, base_url)) as servers:
         yield GymPlayer(
@@ -261,4 +264,5 @@ def _player(
             media_policy=inputs.media_policy,
             base_dir=inputs.train.base_dir,
             max_turns=max_turns,
+            receipts=store,
         )

@@ -223,6 +223,11 @@ def _cached(original: Any) -> Any:
                 geometry=_geometry(mm_item[0]) if mm_item is not None else None,
                 pixels=applying.pixels[kind][index],
             )
+            earlier = kept.pop(mm_hash, made)
+            if earlier.geometry != made.geometry:
+                # Features are kept under the same hash, and a check of their number alone tells one grid's from
+                # another's: which geometry the engine used is not certain.
+                made = _Made(geometry=None, pixels=made.pixels)
             kept[mm_hash] = made
             while len(kept) > MAX_CACHED:
                 kept.popitem(last=False)

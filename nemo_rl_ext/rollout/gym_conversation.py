@@ -68,7 +68,7 @@ class GymConversation:
 def read_conversation(row: Mapping[str, Any], result: Mapping[str, Any]) -> GymConversation:
     """Read one NeMo-Gym row and its result; neither is changed."""
     response = result["response"]
-    result_input = result["responses_create_params"].get("input", [])
+    result_input = (result.get("responses_create_params") or {}).get("input", [])
     request_input = row.get("responses_create_params", {}).get("input")
     raw = _list_or(request_input, result_input)
     agent = _list_or(response.get("agent_input"), raw)

@@ -16,6 +16,7 @@ from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.grpo.collecting.player import Conversation
 from nemo_rl_ext.grpo.collecting.rollouts import Rollout, merge_static
+from nemo_rl_ext.media.reader import MediaFacts
 from nemo_rl_ext.rollout.fitting import TurnRequest
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.provenance import attach_rollout_media, reattach_static_media
@@ -63,7 +64,7 @@ class GroupAssembly:
             zip(self.conversations, self.segments, strict=True)
         ):
             every = tuple(source for turn in conversation.media for source in turn)
-            facts = tuple(fact for turn in conversation.static for fact in turn.facts)
+            facts = _facts(conversation)
             for number, segment in enumerate(sequences):
                 by_message = {turn.message: turn for turn in segment.user_turns}
                 for place, message in enumerate(segment.message_log):
@@ -80,7 +81,7 @@ class GroupAssembly:
                         turn=turn.turn if turn is not None else segment.user_turns[-1].turn,
                         token_ids=message["token_ids"].numpy(),
                         media=media,
-                        facts=facts[turn.first_media : turn.last_media] if turn is not None else (),
+                        facts=_known(facts[turn.first_media : turn.last_media]) if turn is not None else (),
                         static_grids=self._static_grids(conversation, number, turn),
                         receipt=turn.receipt if turn is not None else None,
                         ordered=self.options.ordered,
@@ -160,6 +161,20 @@ def _keep_row(conversation: Conversation, grammars: Sequence[Grammar]) -> None:
     conversation.turns.append(
         EngineTurn(prompt_token_ids=text, token_ids=nothing, logprobs=nothing.astype(np.float32), num_media=0)
     )
+
+
+def _facts(conversation: Conversation) -> list[MediaFacts | None]:
+    """What was measured of each medium of a conversation; None of what nobody opened yet."""
+    return [
+        fact
+        for media, static in zip(conversation.media, conversation.static, strict=True)
+        for fact in (static.facts or (None,) * len(media))
+    ]
+
+
+def _known(facts: Sequence[MediaFacts | None]) -> tuple[MediaFacts, ...] | None:
+    known = tuple(fact for fact in facts if fact is not None)
+    return known if len(known) == len(facts) else None
 
 
 def _static_message(conversation: Conversation, turn: UserTurn) -> dict[str, Any]:

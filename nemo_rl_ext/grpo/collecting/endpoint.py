@@ -25,6 +25,7 @@ from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.receipts.store import ReceiptStore, rollout_key
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Completions:
     sampling: Sampling
     media_policy: MediaPolicy
     model_name: str
+    receipts: ReceiptStore | None = None
+    """Where the engine's receipts wait for whoever gets the rollout."""
 
     def create(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One completion.
@@ -70,6 +73,9 @@ class Completions:
         (result,) = self.engine.generate([request])
         if result.error is not None:
             raise ValueError(result.error)
+        if self.receipts is not None and result.receipt is not None:
+            keys = [rollout_key(result.prompt_token_ids, o.token_ids, o.logprobs) for o in result.outputs]
+            self.receipts.put(keys, result.receipt)
         return self._completion(result)
 
     def _max_new_tokens(self, body: Mapping[str, Any]) -> int:

@@ -109,7 +109,8 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
     for item in result["response"]["output"]:
         if item.get("type") == "message" and item.get("role") == "assistant":
             text = _text(item.get("content"))
-        if item.get("generation_token_ids") is not None:
+        # An empty answer is no turn for NeMo-RL either: nothing was sampled in it.
+        if item.get("generation_token_ids"):
             turn = GymTurn(
                 prompt_token_ids=np.asarray(item["prompt_token_ids"], dtype=np.int32),
                 token_ids=np.asarray(item["generation_token_ids"], dtype=np.int32),

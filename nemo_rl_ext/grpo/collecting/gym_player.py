@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from nemo_rl_ext.align.runs import find_all_runs
 from nemo_rl_ext.grpo.collecting.gym import GymRollout, collect_rollouts, inline_images
 from nemo_rl_ext.grpo.collecting.gym_servers import GymServers
 from nemo_rl_ext.grpo.collecting.player import Conversation, Sampling, request_seed
@@ -17,7 +20,12 @@ from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.media.sources import read_media_bytes
+from nemo_rl_ext.receipts.receipt import Receipt
+from nemo_rl_ext.receipts.store import ReceiptStore, rollout_key
+from nemo_rl_ext.rollout.aligner import StaticTurn
+from nemo_rl_ext.rollout.gym_conversation import read_conversation
 from nemo_rl_ext.rollout.pool import AlignerPool
 from nemo_rl_ext.rollout.segments import EngineTurn
 
@@ -26,7 +34,8 @@ from nemo_rl_ext.rollout.segments import EngineTurn
 class GymPlayer:
     """As `player.Player`, with an agent of Gym at the other end.
 
-    Gym knows nothing of grids, so alignment works from the runs alone.
+    Gym hands on ids and log-probs and no receipts: those wait in `receipts`, where the endpoint left them; None where
+    the placeholder runs alone are to be evidence.
     """
 
     servers: GymServers
@@ -36,6 +45,7 @@ class GymPlayer:
     media_policy: MediaPolicy
     base_dir: Path
     max_turns: int
+    receipts: ReceiptStore | None = None
 
     def play(
         self, rows: Sequence[ManifestRow], sampling: Sampling, num_generations: int, *, step: int
@@ -55,7 +65,7 @@ class GymPlayer:
             params={"temperature": sampling.temperature, "max_output_tokens": sampling.max_new_tokens},
         )
         versions = tuple(range(before, self.engine.version + 1))
-        played, source = [], iter(rollouts)
+        played, source = [], iter(zip(bodies, rollouts, strict=True))
         for row, turns, future in zip(rows, media, futures, strict=True):
             static = future.result()
             group = []
@@ -63,7 +73,7 @@ class GymPlayer:
                 conversation = Conversation(
                     row=row, media=turns, static=static, prompt=self.renderer.first(row)
                 )
-                self._record(conversation, next(source), versions)
+                self._record(conversation, *next(source), versions)
                 group.append(conversation)
             played.append(group)
         return played
@@ -77,21 +87,55 @@ class GymPlayer:
         metadata["extra_body"] = json.dumps({**json.loads(metadata.get("extra_body", "{}")), "seed": seed})
         return body
 
-    def _record(self, conversation: Conversation, rollout: GymRollout, versions: tuple[int, ...]) -> None:
+    def _record(
+        self, conversation: Conversation, body: dict[str, Any], rollout: GymRollout, versions: tuple[int, ...]
+    ) -> None:
         conversation.reward, conversation.text = rollout.reward, rollout.text
         conversation.error = rollout.error or (
             "the verifier asked for this rollout to be masked" if rollout.masked else ""
         )
-        for index, turn in enumerate(rollout.turns):
+        if not rollout.turns:
+            return
+        conversation.media, conversation.static = self._shown(conversation, body, rollout)
+        receipts: list[Receipt | None] = [None] * len(rollout.turns)
+        if self.receipts is not None:
+            receipts = self.receipts.get(
+                [rollout_key(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in rollout.turns]
+            )
+        for index, (turn, receipt) in enumerate(zip(rollout.turns, receipts, strict=True)):
             conversation.turns.append(
                 EngineTurn(
                     prompt_token_ids=turn.prompt_token_ids,
                     token_ids=turn.token_ids,
                     logprobs=turn.logprobs,
                     num_media=sum(len(media) for media in conversation.media[: index + 1]),
+                    receipt=receipt,
                     weight_versions=versions,
                 )
             )
+
+    def _shown(
+        self, conversation: Conversation, body: dict[str, Any], rollout: GymRollout
+    ) -> tuple[list[tuple[MediaSource, ...]], list[StaticTurn]]:
+        """The media of every turn as the agent's own items hold them, and the static tensors of those that have some.
+
+        The prompt's own media are the manifest's, as long as the agent used exactly them. What a tool or the agent
+        brought is known from the result alone, and so is what an agent left out.
+        """
+        found = read_conversation(body, rollout.result)
+        media: list[tuple[MediaSource, ...]] = []
+        static: list[StaticTurn] = []
+        for index, turn in enumerate(found.turns):
+            own = conversation.media[0] if conversation.media else ()
+            if index == 0 and found.initial_unchanged and len(own) == len(turn.sources):
+                media.append(own)
+                static.append(conversation.static[0])
+                continue
+            runs = find_all_runs(np.asarray(turn.prompt_ids, dtype=np.int64), self.pool.family.grammars)
+            where = f"{conversation.row.where}, turn {index}"
+            media.append(tuple(MediaSource(ref=str(ref), where=where) for ref in turn.shown(len(runs))))
+            static.append(StaticTurn(tensors=None))
+        return media, static
 
     def answer(self, conversation: Conversation) -> str:
         """The last answer as Gym reports it."""

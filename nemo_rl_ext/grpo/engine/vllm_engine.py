@@ -153,8 +153,10 @@ class VllmEngine:
             self._engine.add_request(name, engine_input, params)
         except Exception as error:
             if self.config.mm_processor_cache_gb and (request.images or request.videos):
-                # The front end believes that it has sent these media, and would not send them again.
+                # The front end believes that it has sent these media, and would not send them again. What it makes
+                # of them anew may have another grid, under the name of features that are kept.
                 self._engine.reset_mm_cache()
+                self._forget_encoder_outputs()
             raise _refusal(request, error) from error
         self._num_added += 1
         self._running[name] = _Rendered(
