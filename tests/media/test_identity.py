@@ -122,7 +122,7 @@ def test_shape_counts(picture):
         Image.new("RGBA", (4, 4)),
         {"image_embeds": np.zeros((4, 8))},
     ],
-    ids=str,
+    ids=range(13),
 )
 def test_what_is_not_rgb_pixels_has_no_digest(item):
     assert item_digest(item) is None
