@@ -12,8 +12,10 @@ import numpy as np
 from PIL import Image
 
 from nemo_rl_ext.align.families.family import Geometry, MediaFamily
+from nemo_rl_ext.align.families.internvl import Implementation, InternVLFamily
 from nemo_rl_ext.align.families.nemotron import Layout, NemotronFamily
 from nemo_rl_ext.align.families.qwen_vl import QwenVLFamily
+from nemo_rl_ext.align.fixed_tiles import FixedTiler
 from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import Grammar
@@ -371,8 +373,104 @@ def qwen3_vl(rng: np.random.Generator) -> list[Engine]:
     ]
 
 
+@dataclass(kw_only=True)
+class InternVLEngine:
+    """The tilings of transformers' processor or of vLLM's `InternVLChatModel`, under a request's own most tiles."""
+
+    family: InternVLFamily
+
+    def draw(self, rng: np.random.Generator, place: int) -> MediaItem:
+        return draw_item(rng, place, videos=0.2, num_frames=(2, 3, 5, 8))
+
+    def rewritten(self, item: MediaItem) -> MediaItem:
+        return rewritten(item)
+
+    def session(self, rng: np.random.Generator) -> InternVLSession:
+        return InternVLSession(family=self.family, rng=rng)
+
+    def write(self, served: Sequence[Served], rng: np.random.Generator) -> np.ndarray:
+        ids = [WORD]
+        between = "\n" if self.family.implementation is Implementation.NATIVE else ""
+        for one in served:
+            if one.item.kind == "image":
+                ids += [START, *[IMAGE_PAD] * one.runs[0], END]
+            else:
+                for frame, length in enumerate(one.runs):
+                    ids += spelled((between if frame else "") + f"Frame{frame + 1}: ")
+                    ids += [START, *[VIDEO_PAD] * length, END]
+            ids += [WORD] * int(rng.integers(0, 3))
+        return np.array(ids)
+
+
+@dataclass(kw_only=True)
+class InternVLSession:
+    """One conversation whose requests may allow other numbers of tiles, and whose clips other frames."""
+
+    family: InternVLFamily
+    rng: np.random.Generator
+    shares_one_budget: bool = False
+    max_model_len: int = 0
+
+    def request(self, items: Sequence[MediaItem]) -> list[Served] | None:
+        tiler = self.family.tiler
+        most = tiler.max_num_tiles if self.rng.random() < 0.5 else int(self.rng.integers(1, 25))
+        return [self._served(item, most) for item in items]
+
+    def _served(self, item: MediaItem, most: int) -> Served:
+        tiler = self.family.tiler
+        side = tiler.patches_per_side
+        if item.kind == "video":
+            if self.rng.random() < 0.1:
+                frames = tuple(range(item.num_frames))
+                if frames != item.frame_indices:
+                    item = dataclasses.replace(item, frame_indices=frames, digest=f"{item.digest}@0")
+            runs = (tiler.tokens_per_tile,) * item.num_frames
+            return Served(item=item, geometry=Geometry(Grid(side, side), item.num_frames), runs=runs)
+        columns, rows = self._canvas(item.size, most)
+        tiles = rows * columns + (rows * columns > 1)
+        grid = Grid(rows * side, columns * side)
+        return Served(item=item, geometry=Geometry(grid), runs=(tiles * tiler.tokens_per_tile,))
+
+    def _canvas(self, size: Size, most: int) -> tuple[int, int]:
+        tile = self.family.tiler.tile_size
+        if self.family.implementation is Implementation.NATIVE:
+            from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+            return get_optimal_tiled_canvas(size, (tile, tile), 1, most)
+        from vllm.transformers_utils.processors.internvl import (
+            calculate_internvl_targets,
+            get_internvl_target_ratios,
+        )
+
+        _, width, height = calculate_internvl_targets(
+            orig_width=size[1],
+            orig_height=size[0],
+            target_ratios=get_internvl_target_ratios(1, most),
+            image_size=tile,
+            use_thumbnail=False,
+        )
+        return width // tile, height // tile
+
+
+def internvl(rng: np.random.Generator) -> list[Engine]:
+    """Both implementations with the released tiles."""
+    return [
+        InternVLEngine(
+            family=InternVLFamily(
+                image_grammar=Grammar(START, IMAGE_PAD, END),
+                video_grammar=Grammar(START, VIDEO_PAD, END),
+                tiler=FixedTiler(448, 14, 2, 12, use_thumbnail=True),
+                implementation=implementation,
+                decoder=characters,
+            )
+        )
+        for implementation in Implementation
+    ]
+
+
 ENGINES: dict[str, Callable[[np.random.Generator], list[Engine]]] = {
     "nemotron": nemotron,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "internvl": internvl,
 }

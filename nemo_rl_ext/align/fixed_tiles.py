@@ -76,6 +76,13 @@ class FixedTiler:
         grids = {self.grid(size, number) for number in range(1, limit + 1)}
         return tuple(sorted(grid for grid in grids if self.num_tokens(grid) == num_tokens))
 
+    def limits(self, size: Size, num_tokens: int) -> tuple[int, ...]:
+        """Every limit of tiles under which an image of this size has `num_tokens` tokens."""
+        most = max(LARGEST_MAX_TILES, self.max_num_tiles)
+        return tuple(
+            number for number in range(1, most + 1) if self.num_tokens(self.grid(size, number)) == num_tokens
+        )
+
 
 @functools.cache
 def _ratios(max_num: int) -> tuple[tuple[int, int], ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pixels on a given grid through transformers' own image and video processors: resize, normalise, cut into patches.
+"""Pixels on a given grid as processors of the field make them, most of all transformers' own.
 
 The engine calls the same processors, which choose a grid by a budget; here the grid is known and the budget is not.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl_ext.align.grids import Array, Grid, Size
@@ -75,3 +76,16 @@ def patches(processor: Any, frames: Array, grid: Grid, *, video: bool) -> torch.
     )
     values: torch.Tensor = cut[0][0]
     return values
+
+
+def pillow_resized(frames: Array, size: Size, *, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """Frames resized as Pillow does by default, then normalised: float32 [frames, 3, height, width].
+
+    The order of `image_to_pixel_values_internvl` (vllm/transformers_utils/processors/internvl.py): bicubic on bytes,
+    `/ 255`, `- mean`, `/ std`.
+    """
+    from PIL import Image
+
+    pictures = [np.asarray(Image.fromarray(frame).resize((size[1], size[0]))) for frame in frames]
+    planes = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous().float().div(255)
+    return planes.sub_(torch.tensor(mean).reshape(1, 3, 1, 1)).div_(torch.tensor(std).reshape(1, 3, 1, 1))

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from nemo_rl_ext.align.families import nemotron, qwen_vl
+from nemo_rl_ext.align.families import internvl, nemotron, qwen_vl
 from nemo_rl_ext.align.families.checkpoint import read_json
 from nemo_rl_ext.align.families.family import Layout, MediaFamily
 
@@ -28,7 +28,11 @@ class FamilyModule(Protocol):
     def from_processor(self, processor: Any, *, layout: Layout, dtype: torch.dtype) -> MediaFamily: ...
 
 
-FAMILIES: tuple[FamilyModule, ...] = (cast(FamilyModule, nemotron), cast(FamilyModule, qwen_vl))
+FAMILIES: tuple[FamilyModule, ...] = (
+    cast(FamilyModule, nemotron),
+    cast(FamilyModule, qwen_vl),
+    cast(FamilyModule, internvl),
+)
 
 
 def family_of(
