@@ -15,7 +15,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -96,7 +96,10 @@ def save(
             shutil.copyfile(source_dir / name, model_dir / name)
     _keep_config(source_dir / "config.json", model_dir / "config.json")
     tensors = {
-        f"{key}/{names[parameter]}": torch.as_tensor(value).detach().cpu().contiguous()
+        f"{key}/{names[cast(torch.nn.Parameter, parameter)]}": torch.as_tensor(value)
+        .detach()
+        .cpu()
+        .contiguous()
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from nemo_rl_ext.config.block import Block, ConfigPath
 from nemo_rl_ext.config.faults import explain_fault
-from nemo_rl_ext.config.source import ConfigError, ConfigSource, load_sources
+from nemo_rl_ext.config.source import ConfigError, ConfigSource, Layer, load_sources, plain
 
 __all__ = ["ConfigError", "DistillConfig", "LossConfig", "load_config"]
 
@@ -199,7 +199,8 @@ def load_config(
         ConfigError: one line per fault, with its file and line, override or flag.
     """
     source = load_sources(path, overrides) if path else _without_file(overrides)
-    values, layer = source.values, {}
+    values = source.values
+    layer: Layer = {}
     for dotted, value in (flags or {}).items():
         *blocks, name = dotted.split(".")
         block = values
@@ -227,5 +228,4 @@ def _without_file(overrides: Sequence[str]) -> ConfigSource:
                 f"override '{text}': expected key=value with a dotted key such as train.lr=1e-4"
             )
         labels[tuple(name.split("."))] = f"override '{text}'"
-    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
-    return ConfigSource(values=values, layers=(labels,))
+    return ConfigSource(values=plain(OmegaConf.from_dotlist(list(overrides))), layers=(labels,))

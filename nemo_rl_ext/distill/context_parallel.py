@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class _GatherSequence(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(ctx, shard: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
         shard = shard.contiguous()
         parts = [torch.empty_like(shard) for _ in range(ranks.cp_size)]
@@ -64,7 +65,7 @@ class _GatherSequence(torch.autograd.Function):
         return torch.cat(parts, dim=-2)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Reduce-scatter written as all-reduce + slice: gloo has no reduce-scatter for every version in use.
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.ranks.cp_group)
@@ -80,17 +81,18 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if not _active or not causal:  # whole sequences, or a vision tower
-        return sdpa_attention_forward(
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return whole
     split = _active[-1]
     # One collective for both, so that every rank's backward pass meets them in one order.
-    both = _GatherSequence.apply(torch.stack([key, value]), split.ranks)
+    both: Tensor = _GatherSequence.apply(torch.stack([key, value]), split.ranks)  # type: ignore[no-untyped-call]
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(both[0], groups), repeat_kv(both[1], groups)
     length = query.shape[2]

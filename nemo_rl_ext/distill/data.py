@@ -135,7 +135,7 @@ def require_eos(tokenizer: Any) -> int:
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the student's tokenizer has no eos_token, which ends every response; set one")
-    return tokenizer.eos_token_id
+    return int(tokenizer.eos_token_id)
 
 
 class _ResponseTooLong(RecordError):
@@ -264,9 +264,9 @@ def encode_documents(
         except RecordError as problem:
             problems.add(record.where, problem)
             continue
-        ids = _int32(_ended(ids, [eos_id], verbatim))
-        for start in range(0, max(len(ids) - 1, 1), rules.seq_length - 1):
-            window = ids[start : start + rules.seq_length]
+        text = _int32(_ended(ids, [eos_id], verbatim))
+        for start in range(0, max(len(text) - 1, 1), rules.seq_length - 1):
+            window = text[start : start + rules.seq_length]
             if len(window) > 1:
                 rows.append(Row(where=record.where, ids=window, response_start=1))
     return rows

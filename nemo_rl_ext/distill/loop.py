@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -224,7 +224,7 @@ class Trainer:
             )
         self.ranks.barrier()
 
-    def _micro_batches(self, batch: Sequence[Row]):
+    def _micro_batches(self, batch: Sequence[Row]) -> Iterator[MicroBatch]:
         ranks = self.ranks
         shares = my_micro_batches(
             batch,
@@ -241,7 +241,7 @@ class Trainer:
                 device=ranks.device,
             )
 
-    def _splitting(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
+    def _splitting(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         if self.student.sharded or self.teacher.sharded:
             return context_parallel.split_sequence(self.ranks, micro.valid)
         return contextlib.nullcontext()

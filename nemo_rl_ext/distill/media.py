@@ -47,6 +47,8 @@ class MediaExpander:
     ) -> None:
         self.family = family
         self.tokenizer = tokenizer
+        # Images and videos share one context token in the families that distillation knows.
+        (self.grammar,) = family.grammars
         self.policy = policy
         self.base_dir = base_dir
         self.num_frames = num_frames
@@ -61,7 +63,7 @@ class MediaExpander:
         if not record.images and not record.videos:
             self._refuse_context(prompt_ids, "input")
             return EncodedPrompt(ids=prompt_ids)
-        runs = find_runs(prompt_ids, self.family.grammar)
+        runs = find_runs(prompt_ids, self.grammar)
         video_markers = np.flatnonzero(prompt_ids == self.video_id)
         image_markers = sum(run.length for run in runs if _is_marker(run))
         expanded = [run for run in runs if not _is_marker(run)]
@@ -120,7 +122,7 @@ class MediaExpander:
 
     def _written(self, item: MediaItem, grid: Grid) -> np.ndarray:
         """The ids that the engine writes for an item on a grid."""
-        grammar = self.family.grammar
+        grammar = self.grammar
         context = [grammar.context_id] * self.family.run_lengths(Geometry(grid), item.kind)[0]
         run = [grammar.start_id, *context, grammar.end_id]
         if item.kind == "image":
@@ -144,12 +146,12 @@ class MediaExpander:
         ends = [runs[int(i)].offset + runs[int(i)].length + 1 for i in last]
         # What stands before a video names its frames, so it goes with the video.
         starts = [run.offset - 1 for run in runs] if kind == "image" else [0, *ends[:-1]]
-        placed = zip(items, report.media, strict=True)
-        return EncodedPrompt(
-            ids=ids,
-            spans=tuple(zip(starts, ends, strict=True)),
-            media=tuple(PlacedMedia(item=item, grid=media.grid) for item, media in placed),
-        )
+        placed = [
+            PlacedMedia(item=item, grid=media.grid)
+            for item, media in zip(items, report.media, strict=True)
+            if media.grid is not None  # always: the turn is not neutral
+        ]
+        return EncodedPrompt(ids=ids, spans=tuple(zip(starts, ends, strict=True)), media=tuple(placed))
 
     def _item(self, kind: str, ref: str, where: str) -> MediaItem:
         if (kind, ref) not in self._items:
@@ -193,7 +195,7 @@ class MediaExpander:
         )
 
     def _refuse_context(self, ids: np.ndarray, part: str) -> None:
-        for run in find_runs(ids, self.family.grammar):
+        for run in find_runs(ids, self.grammar):
             if run.length:
                 raise RecordError(
                     f"{part!r} spells {run.length} image context token(s) at token {run.offset}, which no media "

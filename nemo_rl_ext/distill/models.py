@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -53,11 +53,11 @@ class Checkpoint:
     @property
     def width(self) -> int:
         """Ids that the output layer scores."""
-        return self.config.get_text_config().vocab_size
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def hidden_size(self) -> int:
-        return self.config.get_text_config().hidden_size
+        return int(self.config.get_text_config().hidden_size)
 
     def family(self) -> MediaFamily | None:
         """The media family of an image-text model that `align` knows, else None."""
@@ -65,7 +65,7 @@ class Checkpoint:
             return None
         return family_of(self.path, layout=Layout.NATIVE)
 
-    def load(self, dtype: torch.dtype) -> nn.Module:
+    def load(self, dtype: torch.dtype) -> PreTrainedModel:
         """Read the weights (safetensors only).
 
         Raises:
@@ -138,7 +138,7 @@ class Scorer:
     backward pass through them, happen within `context_parallel.split_sequence`.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, sharded: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, *, sharded: bool = False) -> None:
         self.model = model
         self.ranks = ranks
         self.sharded = sharded and ranks.cp_size > 1
@@ -188,7 +188,7 @@ class Scorer:
         Computed for the whole row on every rank of a group: a placeholder run may span two shards.
         """
         model = self.model
-        embeddings = model.get_input_embeddings()(batch.ids)
+        embeddings: Tensor = model.get_input_embeddings()(batch.ids)
         # The media fields of a batch are all that it reads.
         features = torch.cat(
             encode_media(
@@ -198,7 +198,7 @@ class Scorer:
                 batch.media.get("num_frames"),
             )
         )
-        where = batch.ids == model.config.image_token_id
+        where = torch.eq(batch.ids, model.config.image_token_id)
         if int(where.sum()) != len(features):
             raise ValueError(
                 f"{', '.join(batch.where)}: {int(where.sum())} context tokens for {len(features)} image "
@@ -207,14 +207,16 @@ class Scorer:
         return embeddings.masked_scatter(where[..., None], features.to(embeddings.dtype))
 
 
-def _language_model(model: nn.Module) -> PreTrainedModel:
+def _language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The part that sees tokens; a vision tower keeps its own attention."""
     inner = getattr(model, "language_model", None)
     return inner if isinstance(inner, PreTrainedModel) else model
 
 
 @torch.no_grad()
-def sharding_error(model: nn.Module, ranks: Ranks, vocab_size: int, *, length_per_rank: int = 16) -> float:
+def sharding_error(
+    model: PreTrainedModel, ranks: Ranks, vocab_size: int, *, length_per_rank: int = 16
+) -> float:
     """Largest logit difference between the sharded and the whole forward, over the logits' own spread.
 
     A model whose layers mix positions by other means than attention differs by order 1 on every rank but the

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def start(cp_size: int, *, timeout_s: float = 1800.0) -> Ranks:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-    mesh = dist.init_device_mesh(device.type, (world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device.type, (world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
     ranks = Ranks(
         dp_rank=mesh.get_local_rank("dp"),
         dp_size=world_size // cp_size,
@@ -140,8 +141,10 @@ def sum_gradients(
     bucket: list[Tensor] = []
     size = 0
     for parameter in trained:
-        bucket.append(parameter.grad)
-        size += parameter.grad.numel() * 4
+        gradient = parameter.grad
+        assert gradient is not None, "every trained parameter was given one above"
+        bucket.append(gradient)
+        size += gradient.numel() * 4
         if size >= bucket_bytes:
             _sum_bucket(bucket)
             bucket, size = [], 0

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.distill import vocab
@@ -17,6 +21,9 @@ from nemo_rl_ext.distill.media import MediaExpander
 from nemo_rl_ext.distill.models import Checkpoint, open_checkpoint
 from nemo_rl_ext.distill.records import DatasetError, Problems, Record, read_records, read_texts
 from nemo_rl_ext.media.policy import MediaPolicy
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Digest
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +95,28 @@ def prepare(config: DistillConfig) -> Prepared:
     )
 
 
-def _rows(config, student, family, vocab_size, problems, digest) -> tuple[list[Row], list[Row]]:
+def _rows(
+    config: DistillConfig,
+    student: Checkpoint,
+    family: MediaFamily | None,
+    vocab_size: int,
+    problems: Problems,
+    digest: Digest,
+) -> tuple[list[Row], list[Row]]:
     data = config.data
     rules = RowRules(
         seq_length=data.seq_length, on_long_prompt=data.on_long_prompt, on_long_response=data.on_long_response
     )
     if data.use_mock_data:
         # Mock rows have no images, so they may not contain the token that an image would have to fill.
-        banned = () if family is None else (family.grammar.context_id,)
+        banned = _context_ids(family)
         ids = [i for i in range(vocab_size) if i not in banned]
-        made = dict(ids=ids, rules=rules, eos_id=require_eos(student.tokenizer))
-        return mock_rows(**made, count=256, seed=1), mock_rows(**made, count=64, seed=2)
+        rows = partial(mock_rows, ids=ids, rules=rules, eos_id=require_eos(student.tokenizer))
+        return rows(count=256, seed=1), rows(count=64, seed=2)
     if data.data_paths:
         return _documents(config, student, family, rules, problems, digest)
-    root: Path = data.sft_dataset_root
+    root = data.sft_dataset_root
+    assert root is not None, "a configuration names documents, pairs or mock data"
     if not root.is_dir():
         raise DatasetError(
             f"--sft-dataset-root {root}: not a directory; expected one with training.jsonl in it"
@@ -122,12 +137,20 @@ def _rows(config, student, family, vocab_size, problems, digest) -> tuple[list[R
     return train, evaluation
 
 
-def _pairs(path: Path, config, student, family, rules, problems, digest) -> list[Row]:
+def _pairs(
+    path: Path,
+    config: DistillConfig,
+    student: Checkpoint,
+    family: MediaFamily | None,
+    rules: RowRules,
+    problems: Problems,
+    digest: Digest | None,
+) -> list[Row]:
     _require_file(path)
     if digest is not None:
         _hash(path, digest)
     records = read_records(path, problems, max_record_bytes=config.data.max_record_bytes)
-    expand: Callable | None = None
+    expand: MediaExpander | None = None
     if family is not None:
         policy = MediaPolicy(
             roots=tuple(config.data.media_roots),
@@ -152,7 +175,14 @@ def _pairs(path: Path, config, student, family, rules, problems, digest) -> list
     )
 
 
-def _documents(config, student, family, rules, problems, digest) -> tuple[list[Row], list[Row]]:
+def _documents(
+    config: DistillConfig,
+    student: Checkpoint,
+    family: MediaFamily | None,
+    rules: RowRules,
+    problems: Problems,
+    digest: Digest,
+) -> tuple[list[Row], list[Row]]:
     if config.eval.iters:
         raise ValueError(
             "--eval-iters needs validation.jsonl, which only --sft has; set it to 0 with --data-paths"
@@ -163,11 +193,15 @@ def _documents(config, student, family, rules, problems, digest) -> tuple[list[R
         _hash(path, digest)
         records += read_texts(path, problems, max_record_bytes=config.data.max_record_bytes)
     rows = encode_documents(records, student.tokenizer, rules, problems)
-    if family is not None:
-        for row in rows:
-            if (row.ids == family.grammar.context_id).any():
-                problems.add(row.where, "'text' spells an image context token, which no image fills")
+    for row in rows:
+        if np.isin(row.ids, _context_ids(family)).any():
+            problems.add(row.where, "'text' spells an image context token, which no image fills")
     return rows, []
+
+
+def _context_ids(family: MediaFamily | None) -> list[int]:
+    """Tokens that only media may stand for."""
+    return [] if family is None else [grammar.context_id for grammar in family.grammars]
 
 
 def _require_positions(name: str, checkpoint: Checkpoint, rows: Sequence[Row], config: DistillConfig) -> None:
@@ -188,7 +222,7 @@ def _require_file(path: Path) -> None:
         raise DatasetError(f"{path}: {what}; expected JSON Lines, one object per line")
 
 
-def _hash(path: Path, digest) -> None:
+def _hash(path: Path, digest: Digest) -> None:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

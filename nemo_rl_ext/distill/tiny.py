@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -69,12 +69,12 @@ def write_records(data_dir: Path, *, kind: Literal["text", "vlm"], num_records: 
                 file.write(json.dumps(make(rng, data_dir)) + "\n")
 
 
-def _sum_pair(rng: np.random.Generator, data_dir: Path) -> dict:
+def _sum_pair(rng: np.random.Generator, data_dir: Path) -> dict[str, Any]:
     a, b = (int(x) for x in rng.integers(0, 1000, 2))
     return {"input": f"What is {a} plus {b}?\n", "output": f"{a} plus {b} is {a + b}."}
 
 
-def _image_pair(rng: np.random.Generator, data_dir: Path) -> dict:
+def _image_pair(rng: np.random.Generator, data_dir: Path) -> dict[str, Any]:
     from PIL import Image
 
     name = str(rng.choice(list(_COLOURS)))

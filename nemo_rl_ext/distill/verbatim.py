@@ -86,7 +86,9 @@ class VerbatimTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``, special tokens included and nothing tidied up."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def _refuse_if_changed(self, text: str, more: str) -> None:
         if not all(map(self._knows, set(text + more))):
@@ -121,9 +123,9 @@ class VerbatimTokenizer:
 
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def _without_prefix(tokenizer: Any) -> Any | None:
@@ -152,7 +154,7 @@ def _without_prefix(tokenizer: Any) -> Any | None:
     return bare
 
 
-def _parts(component: dict | None, key: str) -> list[dict]:
+def _parts(component: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     """A pipeline component with what it is a sequence of, innermost only."""
     if component is None:
         return []
