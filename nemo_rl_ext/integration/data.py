@@ -18,7 +18,7 @@ from nemo_rl.data.processors import PROCESSOR_REGISTRY
 from nemo_rl.data.processors import nemo_gym_data_processor as upstream_processor
 
 from nemo_rl_ext.integration.in_process import install_in_process
-from nemo_rl_ext.integration.plain_start import require_hooks
+from nemo_rl_ext.integration.script_recipe import require_hooks
 from nemo_rl_ext.integration.settings import RecipeError
 from nemo_rl_ext.manifest.loading import MAX_ERRORS, ManifestError, RowFault, scan_manifest
 

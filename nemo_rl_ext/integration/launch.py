@@ -7,7 +7,6 @@ The script runs unchanged, as `__main__`. Whether anything is installed first de
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import runpy
@@ -16,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.integration.probe import UnknownNemoRLError, find_root, probe
-from nemo_rl_ext.integration.settings import BLOCK, RecipeError, settings_of
+from nemo_rl_ext.integration.probe import UnknownNemoRLError, probe
+from nemo_rl_ext.integration.script_recipe import complete_overrides, read_recipe
+from nemo_rl_ext.integration.settings import RecipeError, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,42 +62,6 @@ def install_if_asked(recipe: Any) -> bool:
 
     install_driver()
     return True
-
-
-def complete_overrides(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `++` before overrides of this package's block: no recipe of NeMo-RL's own has its keys."""
-    return [f"++{word}" if word.startswith((f"{BLOCK}.", f"{BLOCK}=")) else word for word in arguments]
-
-
-def read_recipe(arguments: Sequence[str]) -> Any:
-    """The recipe as the script will read it: NeMo-RL's own loader and override syntax.
-
-    Without `--config` a script falls back to a recipe of its own, which knows nothing of this package: then only the
-    overrides count.
-
-    Raises:
-        UnknownNemoRLError: when NeMo-RL is not on the import path.
-    """
-    find_root()
-    from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
-    from omegaconf import OmegaConf
-
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config")
-    known, overrides = parser.parse_known_args(list(arguments))
-    if known.config is None:
-        overrides = [word for word in overrides if BLOCK in word]
-        return (
-            parse_hydra_overrides(OmegaConf.create({"grpo": {}}), overrides)
-            if overrides
-            else OmegaConf.create({})
-        )
-    register_omegaconf_resolvers()
-    recipe = load_config(known.config)
-    if overrides:
-        recipe = parse_hydra_overrides(recipe, overrides)
-    OmegaConf.set_struct(recipe, False)
-    return recipe
 
 
 def share_with_workers() -> None:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_ext.integration.launch import complete_overrides, install_if_asked, read_recipe
+from nemo_rl_ext.integration.launch import install_if_asked
 from nemo_rl_ext.integration.probe import UnknownNemoRLError
-from nemo_rl_ext.integration.settings import BLOCK, RecipeError, settings_of
+from nemo_rl_ext.integration.script_recipe import complete_overrides, read_recipe
+from nemo_rl_ext.integration.settings import BLOCK, RecipeError
 
 _HELD_BY_SCRIPTS = (
     ("nemo_rl.algorithms.utils", "get_tokenizer"),
@@ -56,21 +57,3 @@ def _decide(arguments: Sequence[str]) -> None:
     for module, name in _HELD_BY_SCRIPTS:
         if originals[name] is not None and script.get(name) is originals[name]:
             script[name] = getattr(sys.modules[module], name)
-
-
-def require_hooks() -> None:
-    """Stop a run that sets the flag and never bound anything: called where a data set of this package is made.
-
-    Raises:
-        RecipeError: naming the ways to start such a recipe.
-    """
-    from nemo_rl_ext.integration.in_process import driver_is_bound
-
-    arguments = sys.argv[1:]
-    if driver_is_bound() or not any(word.startswith("--config") or BLOCK in word for word in arguments):
-        return
-    if settings_of(read_recipe(arguments)).enabled:
-        raise RecipeError(
-            f"{BLOCK}.enabled is set, but this script was started without nemo_rl_ext: nothing would be aligned. Start "
-            "it with `python -m nemo_rl_ext.launch SCRIPT ...`, or put nemo_rl_ext/integration/autostart on PYTHONPATH"
-        )
