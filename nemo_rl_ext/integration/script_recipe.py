@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_ext.integration.in_process import driver_is_bound
 from nemo_rl_ext.integration.probe import find_root
 from nemo_rl_ext.integration.settings import BLOCK, RecipeError, settings_of
 
@@ -55,6 +54,9 @@ def require_hooks() -> None:
     Raises:
         RecipeError: naming the ways to start such a recipe.
     """
+    # Loads torch, which a run without the flag is spared.
+    from nemo_rl_ext.integration.in_process import driver_is_bound
+
     arguments = sys.argv[1:]
     if driver_is_bound() or not any(word.startswith("--config") or BLOCK in word for word in arguments):
         return

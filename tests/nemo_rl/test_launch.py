@@ -30,7 +30,15 @@ LIGHT = {
     "nemo_rl_ext.integration",
     *(
         f"nemo_rl_ext.integration.{name}"
-        for name in ("launch", "plain_start", "probe", "settings", "upstream_alignment", "upstream_contract")
+        for name in (
+            "launch",
+            "plain_start",
+            "probe",
+            "script_recipe",
+            "settings",
+            "upstream_alignment",
+            "upstream_contract",
+        )
     ),
 }
 """What the flag's absence may load: nothing that knows torch, Ray or NeMo-RL."""

@@ -11,6 +11,8 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WATCHED = "nemo_rl.utils.config"
@@ -19,7 +21,9 @@ _WATCHED = "nemo_rl.utils.config"
 class _Watch(importlib.abc.MetaPathFinder):
     """Finds the watched module as everybody else does, and has its functions replaced once it is loaded."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != _WATCHED:
             return None
         sys.meta_path.remove(self)
@@ -27,7 +31,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 load(module)
                 root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
                 if root not in sys.path:
@@ -36,11 +40,11 @@ class _Watch(importlib.abc.MetaPathFinder):
 
                 watch_recipe(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _run_the_environments_own():
+def _run_the_environments_own() -> None:
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
