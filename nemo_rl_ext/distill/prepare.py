@@ -116,7 +116,7 @@ def _rows(
     if data.data_paths:
         return _documents(config, student, family, rules, problems, digest)
     root = data.sft_dataset_root
-    assert root is not None, "a configuration names documents, pairs or mock data"
+    assert data.sft and root is not None, "exactly one source is chosen"
     if not root.is_dir():
         raise DatasetError(
             f"--sft-dataset-root {root}: not a directory; expected one with training.jsonl in it"
