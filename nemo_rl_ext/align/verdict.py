@@ -158,6 +158,23 @@ class MediaReport:
     frames: tuple[int, ...] | None = None
     content_proven: bool = False
 
+    @property
+    def evidence(self) -> str:
+        """What the verdict rests on, in a few words; empty where nothing is proven."""
+        if self.grid_source is None:
+            return ""
+        grid = {
+            "receipt": "",
+            "captured": "",
+            "static": "runs",
+            "unique": "runs",
+            "replayed": "replayed budget",
+        }
+        words = (
+            ["receipt"] if self.content_proven or self.grid_source.value in ("receipt", "captured") else []
+        )
+        return " and ".join(dict.fromkeys(filter(None, (*words, grid[self.grid_source.value]))))
+
     def __str__(self) -> str:
         height, width = self.size
         frames = f", {self.num_frames} frames" if self.kind == "video" else ""

@@ -110,6 +110,8 @@ def _media_record(item: MediaReport) -> dict[str, Any]:
         "static_grid": None if item.static_grid is None else list(item.static_grid),
         "grid": None if item.grid is None else list(item.grid),
         "grid_source": None if item.grid_source is None else item.grid_source.value,
+        "content_proven": item.content_proven,
+        "evidence": item.evidence,
         "reason": None if item.reason is None else item.reason.value,
         "num_frames": item.num_frames,
     }

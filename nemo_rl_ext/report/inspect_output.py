@@ -127,7 +127,8 @@ def _media(turn: TurnReport) -> str:
         height, width = item.size
         grid = f"{item.static_grid} -> {item.grid}" if item.grid is not None else f"{item.static_grid} -> ?"
         reason = f" ({item.reason.value})" if item.reason is not None else ""
-        detail = f"; {item.detail}" if item.detail else ""
+        detail = f"; by {item.evidence}" if item.evidence else ""
+        detail += f"; {item.detail}" if item.detail else ""
         lines.append(
             f"{item.kind} {item.index}, {width}x{height} px: {grid}, {item.verdict.value}{reason}{detail}"
         )

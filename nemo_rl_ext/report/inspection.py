@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from nemo_rl_ext.align.verdict import MediaReport, TurnReport, Verdict
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
 from nemo_rl_ext.media.video import Backend
+from nemo_rl_ext.receipts.evidence import evidence_of
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
 from nemo_rl_ext.rollout.segments import Segment, to_segments
 
@@ -122,7 +124,7 @@ class Inspector:
 
     def rows(self, path: Path) -> Iterator[RowResult]:
         """Judge every line of a file, streaming."""
-        for row in stored_rows(path, self._encode):
+        for row in stored_rows(path, self._encode, self.family.grammars):
             if isinstance(row, StoredRow):
                 yield self.row(row)
             else:
@@ -152,8 +154,20 @@ class Inspector:
             if not media and not has_context(ids, self.family.grammars):
                 continue
             turn = user.turn if user is not None else segment.user_turns[-1].turn
-            request = self._request(items, row, user)
-            yield verify_turn(ids, media, family=self.family, request=request, row_id=row.row_id, turn=turn)
+            evidence = None
+            if user is not None and user.receipt is not None:
+                # A receipt names pixels; only decoding tells whether the files still hold them.
+                media = [_identified(item) for item in media]
+                evidence = evidence_of(user.receipt, media, ids, self.family)
+            yield verify_turn(
+                ids,
+                media,
+                family=self.family,
+                request=self._request(items, row, user),
+                evidence=evidence,
+                row_id=row.row_id,
+                turn=turn,
+            )
 
     def _request(self, items: list[MediaItem], row: StoredRow, user: Any) -> EngineRequest | None:
         """The engine request that a turn's runs come from, for breaking ties."""
@@ -188,6 +202,13 @@ class Inspector:
         return self._reader.measure(source)
 
 
+def _identified(item: MediaItem) -> MediaItem:
+    try:
+        return item.identified()
+    except (ValueError, OSError) as error:
+        return dataclasses.replace(item, error=str(error))
+
+
 def _turn_json(turn: TurnReport) -> dict[str, Any]:
     return {
         "turn": turn.turn,
@@ -212,5 +233,6 @@ def _media_json(item: MediaReport) -> dict[str, Any]:
         "found": list(item.found),
         "static_grid": None if item.static_grid is None else list(item.static_grid),
         "grid": None if item.grid is None else list(item.grid),
+        "evidence": item.evidence,
         "would_repair": item.verdict is Verdict.REPAIRED,
     }

@@ -61,6 +61,7 @@ class _Medium(TypedDict, total=False):
     found: list[int]
     grid: tuple[int, int] | None
     static_grid: tuple[int, int] | None
+    evidence: str
 
 
 class _Turn(TypedDict, total=False):

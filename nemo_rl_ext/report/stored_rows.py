@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from nemo_rl_ext.align.runs import Grammar, find_all_runs
 from nemo_rl_ext.manifest.file_kinds import UnreadableError
 from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.streams import text_lines
 from nemo_rl_ext.media.reader import MediaSource
+from nemo_rl_ext.rollout.gym_conversation import item_sources, receipt_in
 from nemo_rl_ext.rollout.segments import EngineTurn
 
 MAX_LINE_BYTES = 1 << 30
@@ -45,11 +47,14 @@ class StoredRow:
     media: tuple[tuple[MediaSource, ...], ...]
 
 
-def stored_rows(path: Path, encode: Encode) -> Iterator[StoredRow | tuple[int, str]]:
+def stored_rows(
+    path: Path, encode: Encode, grammars: Sequence[Grammar]
+) -> Iterator[StoredRow | tuple[int, str]]:
     """Every rollout of a JSONL file, plain or compressed, one line in memory at a time; (line, problem) for a line that
     holds none.
 
-    `encode` is used where a row holds text in the place of token ids.
+    `encode` is used where a row holds text in the place of token ids. A tool result that is nothing but an image's URL
+    is an image where the turn's ids hold a run for it, by `grammars`, else text.
 
     Raises:
         OSError: when the file cannot be read.
@@ -63,14 +68,14 @@ def stored_rows(path: Path, encode: Encode) -> Iterator[StoredRow | tuple[int, s
             if not line.strip():
                 continue
             try:
-                yield _read(line, path, number, encode)
+                yield _read(line, path, number, encode, grammars)
             except StoredRowError as error:
                 yield number, str(error)
     except UnreadableError as error:
         yield number + 1, str(error)
 
 
-def _read(line: bytes, path: Path, number: int, encode: Encode) -> StoredRow:
+def _read(line: bytes, path: Path, number: int, encode: Encode, grammars: Sequence[Grammar]) -> StoredRow:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -89,6 +94,15 @@ def _read(line: bytes, path: Path, number: int, encode: Encode) -> StoredRow:
         )
     row = _as_manifest_row(value, output, path, number)
     media = media_by_turn(row)[: len(generated)]
+    ids = list(_turn_ids(generated, encode))
+    if any(_is_bare_url(item) for item in output):
+        opened = [_opened(item) if _is_bare_url(item) else item for item in output]
+        with_urls = media_by_turn(_as_manifest_row(value, opened, path, number))
+        runs = [len(find_all_runs(new, grammars)) for new in _new_ids(ids)]
+        media = [
+            more if len(more) == count else less
+            for count, less, more in zip(runs, media, with_urls, strict=False)
+        ]
     counts = np.cumsum([len(turn) for turn in media]).tolist()
     turns = tuple(
         EngineTurn(
@@ -96,10 +110,28 @@ def _read(line: bytes, path: Path, number: int, encode: Encode) -> StoredRow:
             token_ids=answer,
             logprobs=np.zeros(len(answer), dtype=np.float32),
             num_media=count,
+            receipt=receipt_in(item),
         )
-        for (prompt, answer), count in zip(_turn_ids(generated, encode), counts, strict=True)
+        for (prompt, answer), count, item in zip(ids, counts, generated, strict=True)
     )
     return StoredRow(row_id=_row_id(value, row), line=number, turns=turns, media=tuple(media))
+
+
+def _is_bare_url(item: Any) -> bool:
+    """Whether a tool's result is nothing but an image's URL."""
+    return isinstance(item, dict) and isinstance(item.get("output"), str) and bool(item_sources(item))
+
+
+def _opened(item: dict[str, Any]) -> dict[str, Any]:
+    return item | {"output": [{"type": "input_image", "image_url": item["output"]}]}
+
+
+def _new_ids(turns: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
+    """What each prompt adds to the prompt and answer before it; all of it where it does not continue them."""
+    seen = np.empty(0, dtype=np.int64)
+    for prompt, answer in turns:
+        yield prompt[len(seen) :] if np.array_equal(prompt[: len(seen)], seen) else prompt
+        seen = np.concatenate((prompt, answer))
 
 
 def _is_generated(item: Any) -> bool:

@@ -112,7 +112,7 @@ def _turns(output: Sequence[Mapping[str, Any]], observed: Any) -> Iterator[GymTu
                 bare=frozenset(bare),
                 request_ids=prompt,
                 logprobs=item.get("generation_log_probs") or (),
-                receipt=_receipt(item),
+                receipt=receipt_in(item),
             )
             seen = len(prompt) + len(sampled)
             pending.clear()
@@ -121,7 +121,7 @@ def _turns(output: Sequence[Mapping[str, Any]], observed: Any) -> Iterator[GymTu
             gather(item)
 
 
-def _receipt(item: Mapping[str, Any]) -> Receipt | None:
+def receipt_in(item: Mapping[str, Any]) -> Receipt | None:
     """The receipt beside an item's token ids; one that cannot be read is none."""
     values = item.get("media_receipt")
     if not isinstance(values, Mapping):

@@ -12,9 +12,15 @@ import pytest
 from PIL import Image
 
 from nemo_rl_ext.align.families.nemotron import NemotronFamily
+from nemo_rl_ext.align.runs import Grammar
+from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.models.tokenizer import IMAGE_ID, SPECIAL_TOKENS
+from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt, prompt_digest
 from nemo_rl_ext.report.inspection import InspectConfig, Inspector
 from nemo_rl_ext.report.stored_rows import StoredRow, stored_rows
+
+GRAMMAR = Grammar(SPECIAL_TOKENS.index("<img>"), IMAGE_ID, SPECIAL_TOKENS.index("</img>"))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +171,7 @@ def test_a_later_prompt_goes_on_from_the_ids_of_the_earlier_text(rows, family, t
         # A tokenizer that merges over every boundary: one id for any text.
         return [hash(text) % 1000]
 
-    (row,) = stored_rows(path, encode)
+    (row,) = stored_rows(path, encode, (GRAMMAR,))
     first, second = row.turns
     seen = [*first.prompt_token_ids, *first.token_ids]
     assert second.prompt_token_ids.tolist()[: len(seen)] == seen and len(second.prompt_token_ids) > len(seen)
@@ -207,7 +213,7 @@ def test_rows_are_read_one_at_a_time(rows, tmp_path):
     path = write(tmp_path / "r.jsonl", [rows["matched"]])
     with open(path, "a") as handle:
         handle.write(json.dumps(rows["repaired"]) + "\n")
-    reading = stored_rows(path, encode=list)
+    reading = stored_rows(path, encode=list, grammars=(GRAMMAR,))
     assert isinstance(next(reading), StoredRow)
     with open(path, "a") as handle:
         handle.write(json.dumps(rows["masked"]) + "\n")
@@ -259,3 +265,45 @@ def test_the_page_about_looking_at_a_run_names_options_that_exist(command):
         command(*arguments).stdout for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"))
     )
     assert sorted(named - set(re.findall(r"--[a-z][a-z-]+", helps))) == []
+
+
+def receipt_for(ids, url, grid, run):
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB"))
+    start = ids.index(IMAGE_ID)
+    item = ItemReceipt(
+        kind="image",
+        pixels=pixel_digest(pixels),
+        served=pixel_digest(pixels),
+        range=(start - 1, run + 2),
+        runs=((start, run),),
+        geometry={"imgs_sizes": [16 * grid[0], 16 * grid[1]]},
+    )
+    return Receipt(prompt_tokens=len(ids), prompt=prompt_digest(ids), items=(item,)).as_dict()
+
+
+def test_stored_receipts_settle_ties_and_name_what_each_verdict_rests_on(checkpoint, family, tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    tie, other = data_url(500, 500), data_url(500, 500, seed=1)
+    ids = prompt(family, [240])
+    with_receipt = generated(ids) | {"media_receipt": receipt_for(ids, tie, (32, 30), 240)}
+    rewritten = generated(ids) | {"media_receipt": receipt_for(ids, other, (32, 30), 240)}
+    rows = [row([tie], [generated(ids)]), row([tie], [with_receipt]), row([tie], [rewritten])]
+    path.write_text("".join(json.dumps(value) + "\n" for value in rows))
+    inspector = Inspector(InspectConfig(model_dir=checkpoint, policy=MediaPolicy(), base_dir=tmp_path))
+    results = list(inspector.rows(path))
+    assert [result.outcome for result in results] == ["masked", "repaired", "masked"]
+    (proven,) = results[1].to_json()["turns"][0]["media"]
+    assert (proven["grid"], proven["evidence"]) == ([32, 30], "receipt")
+    assert results[2].to_json()["turns"][0]["reasons"] == ["content_changed"]
+
+
+def test_a_tool_s_bare_url_is_an_image_where_the_ids_hold_a_run_for_it(checkpoint, family, tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    first = prompt(family, [16])
+    tool = {"type": "function_call_output", "call_id": "1", "output": data_url(128, 128, seed=2)}
+    shown = [*first, 43, 44, *prompt(family, [16])]
+    as_text = [*first, 43, 44, 45]
+    rows = [row([data_url(128, 128)], [generated(first), tool, generated(ids)]) for ids in (shown, as_text)]
+    path.write_text("".join(json.dumps(value) + "\n" for value in rows))
+    inspector = Inspector(InspectConfig(model_dir=checkpoint, policy=MediaPolicy(), base_dir=tmp_path))
+    assert [result.outcome for result in inspector.rows(path)] == ["matched", "matched"]
