@@ -2,8 +2,8 @@
 """InternVL: square tiles of one size, a thumbnail behind several, clips of one tile per frame.
 
 An image is `<img>` + 256 x tiles `<IMG_CONTEXT>` + `</img>`. A clip is `Frame1: <img>` + 256 video tokens + `</img>`,
-and so on: its ids count its frames and do not name them. Two implementations are in use, whose pixels differ by up to 15
-of 255: transformers' own (`internvl`), which resizes bytes with torchvision, and `InternVLChatModel`
+and so on: its ids count its frames and do not name them. Two implementations are in use, whose pixels differ by up to
+15 of 255: transformers' own (`internvl`), which resizes bytes with torchvision, and `InternVLChatModel`
 (`internvl_chat`), whose remote code, and vLLM's, resize them with Pillow.
 """
 
