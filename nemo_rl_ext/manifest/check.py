@@ -135,7 +135,8 @@ def _next_rows(items: Iterator[ManifestRow | RowFault], report: CheckReport) -> 
     except ManifestError as error:
         if not (batch or report.num_rows or report.faults):
             raise
-        batch.append(RowFault(file=report.path, line=0, field="", problem=str(error)))
+        problem = str(error).removeprefix(f"{report.path}: ")
+        batch.append(RowFault(file=report.path, line=0, field="", problem=problem))
     return batch
 
 

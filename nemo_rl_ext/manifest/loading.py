@@ -34,6 +34,7 @@ class RowFault:
 
     file: str
     line: int
+    """From 1; 0 for the file as a whole."""
     field: str
     """Path of the key, dots between, or empty for the whole line."""
     problem: str
@@ -42,7 +43,8 @@ class RowFault:
 
     def __str__(self) -> str:
         name = f"{self.field}: " if self.field else ""
-        return f"{self.file}:{self.line}: {name}{self.problem}"
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {name}{self.problem}"
 
 
 @dataclass(frozen=True, kw_only=True)
