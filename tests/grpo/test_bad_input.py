@@ -88,6 +88,16 @@ def test_an_empty_manifest_is_refused(folder, checkpoint):
         prepare(load_config(CONFIG, overrides(folder, checkpoint)))
 
 
+def test_a_manifest_that_nothing_can_score_is_refused(folder, checkpoint):
+    bare = row("good.png") | {"verifier_metadata": {}}
+    with pytest.raises(ValueError, match=r"train\.jsonl: no row has anything to be scored by"):
+        prepare(load_config(CONFIG, overrides(folder, checkpoint, bare, bare)))
+    long = row("good.png") | {"verifier_metadata": {"answer": "left"}}
+    with pytest.raises(ValueError, match=r"no row's answer is a single letter.*found 'left'"):
+        prepare(load_config(CONFIG, overrides(folder, checkpoint, bare, long)))
+    prepare(load_config(CONFIG, overrides(folder, checkpoint, bare, row("good.png"))))
+
+
 def test_a_directory_that_is_no_checkpoint_is_refused(folder, checkpoint, tmp_path):
     empty = tmp_path / "nothing"
     empty.mkdir()
