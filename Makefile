@@ -30,7 +30,9 @@ setup:
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/setup.sh "$(VENV)"
 
 demo: setup
-	@$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $(ARGS)
+	@$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $(ARGS) || { code=$$?; [ $$code != 2 ] || echo \
+	    "options go through ARGS: make demo ARGS=--resume, ARGS=--overwrite or ARGS=logger.log_dir=runs/demo-2" >&2; \
+	    exit $$code; }
 
 test: setup
 	@$(BIN)/python $(PYTEST) -m "not nemo_rl and not gym" $(ARGS)

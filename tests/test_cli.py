@@ -162,7 +162,7 @@ def test_an_unknown_command_is_a_usage_error(run):
 
 def test_version_names_what_is_installed(command):
     lines = dict(line.split(" ", 1) for line in command("--version").stdout.splitlines())
-    assert list(lines) == ["nemo-rl-ext", "torch", "ray", "vllm", "transformers", "NeMo-RL"]
+    assert list(lines) == ["nemo-rl-ext", "Python", "torch", "ray", "vllm", "transformers", "NeMo-RL"]
     assert lines["ray"] == metadata.version("ray")
 
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -14,6 +14,7 @@ from nemo_rl_ext.align.verdict import MediaAlignmentError
 from nemo_rl_ext.grpo.collecting.buffer import TrajectoryBuffer
 from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
 from nemo_rl_ext.grpo.config import Config
+from nemo_rl_ext.grpo.run_dir import RunDirectory, open_run_directory
 from nemo_rl_ext.grpo.run_log import RunLog, accuracy_line
 from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.training.trainer import train_step
@@ -25,39 +26,63 @@ def run_grpo(
     config: Config,
     *,
     resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: bool = False,
     console: Console | None = None,
     at_end: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """Run GRPO as configured; returns the last step's metrics.
+    """Run GRPO as configured; returns the last step's metrics, none for a run that is finished already.
 
-    `at_end` is called once the run directory is complete, after a failure, too.
+    A directory that holds a run is refused unless it is resumed or overwritten; `allow_changes` resumes with settings
+    that make it another run. `at_end` is called once the run directory is complete, after a failure, too.
 
     Raises:
         ValueError: for bad input, before anything is written; for a masked share over the limit; and, with
             alignment switched off, for the first turn whose media do not fit its tokens.
     """
     console = console or Console()
+    directory = open_run_directory(config, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+    if directory.finished:
+        console.print(
+            f"nothing to do: step {directory.first_step} of {config.grpo.max_num_steps} is saved in "
+            f"{directory.path}; raise grpo.max_num_steps to go on",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return {}
     inputs = prepare(config)
-    first_step = _latest_step(config.checkpoint_dir) if resume else 0
-    with start(config, inputs) as run:
-        if first_step:
-            run.policy.load(_checkpoint(config.checkpoint_dir, first_step))
+    directory.claim()
+    try:
+        with directory.recording(), start(config, inputs) as run:
+            return _run(run, directory, console)
+    except KeyboardInterrupt:
+        console.print(directory.interruption(), highlight=False, soft_wrap=True)
+        raise
+    finally:
+        if at_end is not None:
+            at_end()
+
+
+def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, float]:
+    if directory.resumed:
+        run.policy.load(directory.checkpoint(directory.first_step))
+    with directory.writing():
         log = RunLog(
-            config.logger.log_dir,
-            resume_from=first_step if resume else None,
-            tensorboard=config.logger.tensorboard_enabled,
+            directory.path,
+            resume_from=directory.first_step if directory.resumed else None,
+            tensorboard=run.config.logger.tensorboard_enabled,
             console=console,
         )
-        (config.logger.log_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        try:
-            return _train(run, log, first_step)
-        finally:
+    try:
+        return _train(run, log, directory)
+    finally:
+        # What ended the run matters more than a file that cannot be closed on a full disk.
+        with contextlib.suppress(OSError):
             log.close()
-            if at_end is not None:
-                at_end()
 
 
-def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
+def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
+    first_step = directory.first_step
     config = run.config
     grpo, alignment = config.grpo, config.grpo.media_alignment
     metrics = AlignmentMetrics(on_ambiguous=alignment.on_ambiguous, on_unalignable=alignment.on_unalignable)
@@ -72,7 +97,8 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
     record: dict[str, float] = {}
     if first_step == 0 and grpo.val_at_start and run.validation:
         record = run.evaluate()
-        log.step(0, record)
+        with directory.writing():
+            log.step(0, record)
         log.console.print(f"before training: {accuracy_line(record)}", highlight=False)
     collector = run.collector.run(buffer, run.steps(first_step))
     try:
@@ -111,15 +137,17 @@ def _train(run: Run, log: RunLog, first_step: int) -> dict[str, float]:
                 "timing/step_s": time.perf_counter() - started,
                 "timing/wait_for_rollouts_s": waited,
             }
-            log.step(done, record)
-            log.turns(done, metrics.turn_samples)
-            for offence in metrics.new_offences():
-                log.offence(done, offence)
+            directory.step = done
+            with directory.writing():
+                log.step(done, record)
+                log.turns(done, metrics.turn_samples)
+                for offence in metrics.new_offences():
+                    log.offence(done, offence)
             log.show(done, grpo.max_num_steps, record)
             if config.checkpointing.enabled and (
                 done == grpo.max_num_steps or done % config.checkpointing.save_period == 0
             ):
-                _save(run, done)
+                directory.save(run.policy, done)
     finally:
         buffer.close()
         collector.join(timeout=30)
@@ -163,36 +191,3 @@ def _explained(error: ValueError, step: int, *, enabled: bool) -> ValueError:
         f"step {step + 1}: {error}. The engine gave this turn's media other patch grids than the training side's "
         "processor; with grpo.media_alignment.enabled=true the tensors are made again on the engine's grids"
     )
-
-
-def _checkpoint(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}"
-
-
-def _saved_steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint, ascending; half-written ones never bear such a name."""
-    if not folder.is_dir():
-        return []
-    names = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def _latest_step(folder: Path) -> int:
-    saved = _saved_steps(folder)
-    if not saved:
-        raise ValueError(
-            f"--resume: no checkpoint in {folder}; start without --resume, or check checkpointing.*"
-        )
-    return saved[-1]
-
-
-def _save(run: Run, step: int) -> None:
-    import shutil
-
-    folder = run.config.checkpoint_dir
-    target = _checkpoint(folder, step)
-    if target.exists():
-        shutil.rmtree(target)
-    run.policy.save(target)
-    for old in _saved_steps(folder)[: -run.config.checkpointing.keep_top_k]:
-        shutil.rmtree(_checkpoint(folder, old))

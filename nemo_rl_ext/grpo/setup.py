@@ -33,6 +33,7 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.actor import start_engine
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.keeper import keeper
+from nemo_rl_ext.grpo.termination import raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
@@ -176,6 +177,7 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             kept = parts.enter_context(keeper())
             parts.callback(ray.shutdown)
             _start_ray(config.grpo.media_alignment.num_aligners)
+            raise_on_sigterm()
             kept.watch()
         aligner = aligner_config(config, inputs.media_policy, inputs.train.base_dir)
         alignment = config.grpo.media_alignment

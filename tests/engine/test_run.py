@@ -72,12 +72,18 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
     assert max(repaired) < 3 * max(matched)
     assert "eval/accuracy" in steps[-1]
     assert list((config.logger.log_dir / "tensorboard").iterdir())
+    assert json.loads((config.logger.log_dir / "run.json").read_text())["state"] == "finished"
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step_000002", "step_000003"]
 
     assert {turn["step"] for turn in lines(config, "turns.jsonl")} == {1, 2, 3}
     assert not (config.logger.log_dir / "report.html").exists()
 
+    with pytest.raises(ValueError, match=r"holds a run of 3 steps \(finished, checkpoint of step 3\)"):
+        run(config)
+    assert run(config, resume=True) == {}, "finished: nothing starts"
+    stored = (config.logger.log_dir / "config.yaml").read_text()
     grpo(["grpo.max_num_steps=4"], config.logger.log_dir / "config.yaml", resume=True)
+    assert (config.logger.log_dir / "config.yaml").read_text() == stored
     assert [record["step"] for record in records(config)] == [1, 2, 3, 4]
     assert not any(path.name.startswith(".") for path in config.checkpoint_dir.iterdir())
 
@@ -85,7 +91,9 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
     assert {turn["step"] for turn in turns} == {1, 2, 3, 4}
     assert any("resized" in turn["reasons"] and not turn["neutral"] for turn in turns)
     page = (config.logger.log_dir / "report.html").read_text()
-    shown = page[page.index("Which rows were repaired or masked") : page.index("First offences in full")]
+    shown = page[
+        page.index("Which rows were repaired or masked") : page.index("The first occurrence of each reason")
+    ]
     assert shown.count("<tr") > 5 and all(turn["row_id"] in shown for turn in turns if turn["neutral"])
 
 
@@ -112,10 +120,10 @@ def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch)
 
     original = loop._train
 
-    def train(live, log, first_step):
+    def train(live, log, directory):
         thread = threading.Thread(target=sabotage, args=(live,), daemon=True)
         thread.start()
-        record = original(live, log, first_step)
+        record = original(live, log, directory)
         thread.join(timeout=60)
         return record
 

@@ -250,9 +250,12 @@ class Policy:
             copies[name] = value.detach().to(wanted, copy=True).contiguous()
         return copies
 
-    def save(self, path: Path | str) -> None:
-        """Write parameters (float32) and optimizer state to a new directory, complete or not at all."""
-        save_policy_state(Path(path), self.masters, self.optimizer)
+    def save(self, path: Path | str, *, run: str | None = None) -> None:
+        """Write parameters (float32) and optimizer state to a new directory, complete or not at all.
+
+        `run` is the id of the run that they belong to.
+        """
+        save_policy_state(Path(path), self.masters, self.optimizer, run=run)
 
     def load(self, path: Path | str) -> None:
         """Restore what `save` wrote. Raises ValueError when it is of another model or incomplete."""

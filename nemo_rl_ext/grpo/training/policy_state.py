@@ -21,9 +21,15 @@ _HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")
 
 
 def save_policy_state(
-    path: Path, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    path: Path,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    run: str | None = None,
 ) -> None:
     """Write `parameters` and the state of `optimizer`, which holds them in the same order, to new `path`.
+
+    `run` is the id of the run that it belongs to, which `saved_by` reads.
 
     Raises ValueError when `path` exists and is not empty.
     """
@@ -38,7 +44,7 @@ def save_policy_state(
     }
     group = saved["param_groups"][0]
     hyperparameters = {key: group[key] for key in _HYPERPARAMETERS}
-    meta = {"format": _FORMAT, "optimizer": hyperparameters, "parameters": names}
+    meta = {"format": _FORMAT, "run": run, "optimizer": hyperparameters, "parameters": names}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -50,6 +56,15 @@ def save_policy_state(
         scratch.rename(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def saved_by(path: Path) -> str | None:
+    """The id of the run that wrote the state at `path`; None where it names none."""
+    try:
+        run = json.loads((path / _META).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return run if isinstance(run, str) else None
 
 
 @torch.no_grad()
