@@ -59,7 +59,7 @@ cli.main()
 
 
 def test_every_name_of_the_design_has_a_place():
-    names = ["census", "check", "distill", "grpo", "inspect", "launch", "report"]
+    names = ["census", "check", "distill", "fit", "grpo", "inspect", "launch", "pin", "report"]
     assert sorted(command.name for command in cli.COMMANDS) == names
     assert all(command.example.startswith(f"nemo-rl-ext {command.name} ") for command in cli.COMMANDS)
 

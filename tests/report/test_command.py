@@ -262,7 +262,8 @@ def test_the_page_about_looking_at_a_run_names_options_that_exist(command):
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     assert {"--json", "--strict", "--version", "--quiet"} <= named
     helps = "".join(
-        command(*arguments).stdout for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"))
+        command(*arguments).stdout
+        for arguments in (("--help",), ("inspect", "--help"), ("report", "--help"), ("grpo", "--help"))
     )
     assert sorted(named - set(re.findall(r"--[a-z][a-z-]+", helps))) == []
 
