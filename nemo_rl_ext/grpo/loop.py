@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,6 +21,8 @@ from nemo_rl_ext.grpo.setup import Run, prepare, start
 from nemo_rl_ext.grpo.training.trainer import train_step
 from nemo_rl_ext.grpo.training.weight_history import WeightHistory
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
+
+logger = logging.getLogger(__name__)
 
 
 def run_grpo(
@@ -94,6 +97,7 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
         history.keep(first_step, run.policy)
     if first_step:
         run.push_weights(first_step)
+    said_flat = False
     record: dict[str, float] = {}
     if first_step == 0 and grpo.val_at_start and run.validation:
         record = run.evaluate()
@@ -107,6 +111,14 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
             groups = buffer.take(step)
             waited = time.perf_counter() - started
             record = _account(groups, metrics, window)
+            if not said_flat and all(group.is_flat for group in groups):
+                said_flat = True
+                logger.warning(
+                    "step %d: the rollouts of every prompt have equal rewards, so it trains nothing; that is right "
+                    "where all answers are right or all wrong, else look at the rows' answers and at the rewards "
+                    "(said once)",
+                    step + 1,
+                )
             try:
                 record |= train_step(
                     run.policy,

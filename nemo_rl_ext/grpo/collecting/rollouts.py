@@ -43,6 +43,11 @@ class PromptGroup:
     rollouts: list[Rollout]
     step: int
 
+    @property
+    def is_flat(self) -> bool:
+        """Its rollouts have equal rewards, masked ones aside, so that it trains nothing."""
+        return len({rollout.reward for rollout in self.rollouts if not rollout.masked}) < 2
+
     def advantages(self, *, normalize: bool) -> np.ndarray:
         """Group-relative advantages float64 [rollouts]: centred rewards, divided by their deviation if asked.
 

@@ -27,6 +27,8 @@ def test_advantages_are_relative_to_the_group():
 
 def test_a_group_without_difference_teaches_nothing():
     assert group([1.0, 1.0]).advantages(normalize=True).tolist() == [0.0, 0.0]
+    assert group([1.0, 1.0]).is_flat and group([1.0, 0.0, 1.0], masked={1}).is_flat
+    assert not group([1.0, 0.0]).is_flat
 
 
 def test_a_masked_rollout_keeps_its_place_and_changes_nobodys_advantage():
