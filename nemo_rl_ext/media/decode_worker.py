@@ -31,6 +31,8 @@ Reply = tuple[dict[str, Any], np.ndarray | None]
 
 def decode(request: dict[str, Any], clip: BinaryIO, messages: Messages) -> Reply:
     """The reply to one request, and the frames unless only the header was asked for."""
+    if request["backend"] not in READERS:
+        raise ClipError(f"expected a video backend of {', '.join(READERS)}, found {request['backend']!r}")
     reader = READERS[request["backend"]](clip, messages, request["max_pixels"])
     if reader.num_frames < 1:
         raise ClipError("the engine's loader counts no frames in it")

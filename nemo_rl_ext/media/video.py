@@ -198,6 +198,10 @@ def load_frame_list(
         raise refuse(f"{len(refs)} frames, but {len(indices)} frame indices", "give one index per frame")
     if any(later < earlier for earlier, later in zip(indices, indices[1:], strict=False)):
         raise refuse(f"frame indices go backwards: {list(indices)}", "list the frames in order")
+    if fps is not None and not 0 < fps <= MAX_FPS:
+        raise refuse(
+            f"{fps:g} frames per second, expected more than 0 and at most {MAX_FPS}", "give its real rate"
+        )
     images = [load_image(ref, policy, base_dir=base_dir, where=where) for ref in refs]
     for position, image in enumerate(images):
         if image.size != images[0].size:

@@ -63,6 +63,33 @@ def test_allowed_formats_are_the_engines():
     assert ALLOWED_FORMATS == image.ALLOWED_IMAGE_FORMATS
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize(
+    "height, width",
+    [
+        (1, 1),
+        (1, 2),
+        (1, 9),
+        (3, 3),
+        (3, 4),
+        (9, 1),
+        (3, 900),
+        (4, 3),
+        (2, 10000),
+        (10000, 2),
+        (16, 4000),
+        (2000, 40),
+    ],
+)
+def test_tiny_and_thin_pictures_keep_their_shape(height, width, fmt, picture, encode, engine_load):
+    """A side of 1 or 3 is no channel: height stays height, whatever a processor would guess from the array."""
+    data = encode(Image.fromarray(picture(height, width)), fmt)
+    decoded = load_image(data, POLICY)
+    assert decoded.pixels.shape == (height, width, 3) == (*image_size(data, POLICY), 3)
+    np.testing.assert_array_equal(decoded.pixels, engine_load(data))
+
+
 def test_size_agrees_with_the_decoded_pixels(odd_images):
     for name, data in odd_images.items():
         decoded = load_image(data, POLICY)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.media.decoding import DecoderProcess, decoder
+from nemo_rl_ext.media.decoding import DecoderFailure, DecoderProcess, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.sampling import sample_frames
@@ -173,6 +173,14 @@ def test_a_decoder_that_is_killed_from_outside_is_replaced_and_the_clip_tried_ag
     assert load_video(SMALL, POLICY, num_frames=2, base_dir=clips).size == (144, 176)
 
 
+def test_a_clip_that_ends_two_decoders_is_refused(clips, monkeypatch):
+    process = DecoderProcess()
+    monkeypatch.setattr("nemo_rl_ext.media.decoding.sys.executable", "/bin/false")
+    with open(clips / SMALL, "rb") as clip, pytest.raises(DecoderFailure, match=r"died 2 times \(exit code"):
+        process.request({"backend": "opencv"}, clip, 60)
+    process.close()
+
+
 def test_threads_share_one_child(clips):
     process, results = DecoderProcess(), []
 
@@ -237,6 +245,8 @@ def test_cached_frames_that_make_no_video(tmp_path):
         (["a.png"], {"fps": 2.0}, "together"),
         (["a.png", "a.png"], {"fps": 2.0, "frame_indices": [0]}, "2 frames, but 1 frame indices"),
         (["a.png", "a.png"], {"fps": 2.0, "frame_indices": [4, 3]}, "backwards"),
+        (["a.png"], {"fps": 30000.0, "frame_indices": [0]}, "30000 frames per second, expected more than 0"),
+        (["a.png"], {"fps": float("nan"), "frame_indices": [0]}, "nan frames per second"),
         (["missing.png"], {}, "no such file"),
     ):
         with pytest.raises(MediaDecodeError, match=problem) as caught:
