@@ -92,7 +92,8 @@ def read_reply(text: str, num_options: int, *, options: Sequence[str] = ()) -> i
 def _option_with_text(line: str, options: Sequence[str]) -> int | None:
     said = _folded(line)
     found = [index for index, option in enumerate(options) if _folded(option) == said]
-    return found[0] if said and len(found) == 1 else None
+    # one letter is an option's letter, even where it is another option's text
+    return found[0] if len(said) > 1 and len(found) == 1 else None
 
 
 def _folded(text: str) -> str:

@@ -91,7 +91,10 @@ def _read_question(item: Any, where: str) -> Question:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and len(value) <= MAX_TEXT
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_TEXT:
+        return False
+    # a lone surrogate cannot be sent to the judge
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _describe(value: Any) -> str:

@@ -99,6 +99,7 @@ def test_an_option_s_own_text_names_it_before_any_letter():
         ("Answer: A. red", 0), ("Answer: C", 2), ("Answer: purple", None),
     ):  # fmt: skip
         assert read_reply(reply, 4, options=options) == index, reply
+    assert read_reply("Answer: A", 3, options=["B", "A", CANNOT_ANSWER]) == 0
 
 
 @pytest.mark.parametrize("reply", ["", " \n", "<think>a b", "<think>Answer: B", "<think>Answer: B</think> "])

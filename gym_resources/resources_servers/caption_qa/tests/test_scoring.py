@@ -192,6 +192,8 @@ def replace(row, path, value):
             "x" * 2001,
             r"questions\[1\].question: expected a string of 1 to 2000",
         ),
+        (["questions", 1, "question"], "a \ud83d", r"questions\[1\].question: expected a string"),
+        (["questions", 1, "choices", 0], "\udc00", r"questions\[1\].choices: expected 2 to 8 non-empty"),
         (["questions", 1, "choices"], ["one"], r"questions\[1\].choices: expected 2 to 8"),
         (["questions", 1, "choices"], ["a", "A "], "must differ from each other"),
         (["questions", 1, "choices"], ["a", CANNOT_ANSWER], "must differ from each other"),
