@@ -144,6 +144,10 @@ class DynamicTiler:
             return ()
         return _reachable(self, (int(size[0]), int(size[1]))).get(int(num_tokens), ())
 
+    def most_tokens(self, size: Size) -> int:
+        """The most context tokens that any budget gives an image of this size."""
+        return _most_tokens(self, (int(size[0]), int(size[1])))
+
     def joint_grids(self, sizes: Sequence[Size], num_tokens: int) -> tuple[Grid, ...] | None:
         """The grids of all images of one request that share `num_tokens` context tokens (vLLM `compute_params`).
 
@@ -227,6 +231,11 @@ def _max_budget(tiler: DynamicTiler, size: Size) -> int:
             break
         bottom, top = top, largest
     return top
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_tokens(tiler: DynamicTiler, size: Size) -> int:
+    return max(_reachable(tiler, size), default=0)
 
 
 @functools.lru_cache(maxsize=4096)

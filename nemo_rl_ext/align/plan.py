@@ -287,7 +287,8 @@ def _settle(
     """Decide what an item and its own run leave open: ties between grids, and whose run it is at all."""
     ties = {report.index for report in media if report.verdict is Verdict.AMBIGUOUS}
     exchanges: dict[int, int] = {}
-    if len(judges) > 1:
+    # Media that all have the most that they can have have nothing to exchange: one would need more.
+    if any(family.most_tokens(judge.item) != max(judge.seen.lengths) for judge in judges) and len(judges) > 1:
         exchanges = rivals(
             [(judge.seen, judge.evidence.grid) for judge in judges],
             lambda index, other: _accepts(judges[index], judges[other]),
@@ -313,10 +314,14 @@ def _out_of_question(judge: _Judge, report: MediaReport) -> bool:
 
 def _accepts(judge: _Judge, other: _Judge) -> tuple[Limits, ...]:
     """The limits under which the other item's runs could be this one's, as far as anything is known of them."""
+    item, seen, said = judge.item, other.seen, other.evidence.grid
+    if item.kind == other.item.kind == "image" and said is None:
+        # Every pair of a turn is asked for: what names no frames takes the short way.
+        possible = judge.family.candidates(item, seen)
+        return judge.family.limits(item, seen) if possible and not isinstance(possible, Fault) else ()
     claim = judge.claim(other.seen, Evidence(frames=other.evidence.frames))
     if isinstance(claim, Fault) or not any(other.evidence.fits(geometry) for geometry in claim.geometries):
         return ()
-    item = judge.item
     if claim.frames is not None:
         item = dataclasses.replace(item, frame_indices=claim.frames)
     return judge.family.limits(item, other.seen)

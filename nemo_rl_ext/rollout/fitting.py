@@ -145,7 +145,10 @@ class TurnFitting:
             # By what was decoded, never by name: rows may call different frames by one name. A damaged turn's blank
             # media are those of its runs alone.
             neutral = aligned.report.neutral
-            content = () if neutral else tuple(map(_content, media, aligned.report.media))
+            content: tuple[Hashable, ...] = tuple(map(_content, media, aligned.report.media))
+            if neutral:
+                # Blank images and blank clips of one grid are different tensors.
+                content = tuple((key, tuple(value.shape)) for key, value in tensors.values.items())
             tensors = self.complete(tensors)
             if None not in content:
                 tensors = self._shared.setdefault((content, tensors.grids, neutral), tensors)

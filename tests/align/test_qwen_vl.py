@@ -17,6 +17,7 @@ from nemo_rl_ext.align.smart_resize import SmartResizer
 from nemo_rl_ext.align.turn import align_turn, verify_turn
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.models.tiny_families import build_tiny_family
+from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
 
 transformers = pytest.importorskip("transformers")
 
@@ -193,6 +194,18 @@ def test_phantoms_cut_runs_and_broken_files_stay_count_correct(family, processor
             features = int(values[key].prod(-1).sum()) // 4 if key in values else 0
             assert features == damaged.count(token)
         assert family.sequence(torch.tensor(damaged), values)["position_ids"].shape == (3, len(damaged))
+
+
+def test_blank_images_and_blank_clips_are_not_shared(family):
+    fitting = TurnFitting(family=family, render=family.render, measure=lambda source: image(32, 32))
+    grids = []
+    for grammar, key in zip(family.grammars, ("image_grid_thw", "video_grid_thw"), strict=True):
+        ids = np.array([1, *[grammar.context_id] * 6, 1])
+        turn = TurnRequest(row_id="r", turn=0, token_ids=ids, media=())
+        aligned = fitting.result(turn, (), fitting.judge(turn, (), None), 0.0)
+        assert int(aligned.tensors.values[key].prod()) == 24
+        grids.append(aligned.tensors.grids)
+    assert grids[0] == grids[1]
 
 
 def test_aspect_ratios_that_the_processor_refuses_have_no_grid(family):

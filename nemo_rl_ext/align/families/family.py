@@ -133,6 +133,10 @@ class MediaFamily(Protocol):
         """
         ...
 
+    def most_tokens(self, item: MediaItem) -> int | None:
+        """The most context tokens that a run of the item can have; None where any number is possible."""
+        ...
+
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """The geometry in the small tensors that the engine's processor made for an item; None where it is not."""
         ...

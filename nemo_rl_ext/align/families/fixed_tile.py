@@ -90,6 +90,9 @@ class FixedTileFamily:
     def limits(self, item: MediaItem, seen: Seen) -> tuple[Limits, ...]:
         return (ANY,)
 
+    def most_tokens(self, item: MediaItem) -> int | None:
+        return None
+
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """`image_num_patches` counts tiles, which the run does, too; the one canvas that has them is the geometry."""
         tiles = values.get("image_num_patches")

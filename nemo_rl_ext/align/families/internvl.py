@@ -190,6 +190,9 @@ class InternVLFamily:
         numbers = self.tiler.limits(item.size, seen.lengths[0])
         return tuple(Limits(max_low=number, max_high=number) for number in numbers)
 
+    def most_tokens(self, item: MediaItem) -> int | None:
+        return None
+
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """`image_num_patches` and `video_num_patches` count tiles, and one canvas has so many for an image."""
         count = values.get("video_num_patches" if item.kind == "video" else "image_num_patches")

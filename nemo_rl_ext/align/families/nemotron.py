@@ -228,7 +228,7 @@ class NemotronFamily:
         return frames
 
     def candidates(self, item: MediaItem, seen: Seen) -> tuple[Geometry, ...] | Fault:
-        if len(set(seen.lengths)) != 1:
+        if len(seen.lengths) > 1 and len(set(seen.lengths)) != 1:
             return Fault(Reason.FRAME_GRID, "the tubelets' runs differ in length")
         tubelets = self.num_tubelets(item)
         if tubelets != len(seen.lengths):
@@ -237,6 +237,9 @@ class NemotronFamily:
 
     def limits(self, item: MediaItem, seen: Seen) -> tuple[Limits, ...]:
         return (ANY,)
+
+    def most_tokens(self, item: MediaItem) -> int | None:
+        return self.tiler.most_tokens(item.size) if item.kind == "image" else None
 
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """From `imgs_sizes` (height, width) in pixels of an image; a clip's tensors are large, their shape says it."""

@@ -222,6 +222,9 @@ class QwenVLFamily:
             tokens //= self.num_tubelets(item)
         return self._resizer(item).limits(item.size, tokens, item.num_frames)
 
+    def most_tokens(self, item: MediaItem) -> int | None:
+        return None
+
     def captured(self, item: MediaItem, values: Mapping[str, Any]) -> Geometry | None:
         """From `image_grid_thw` or `video_grid_thw`."""
         grid = values.get("video_grid_thw" if item.kind == "video" else "image_grid_thw")
