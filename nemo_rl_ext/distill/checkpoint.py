@@ -86,27 +86,30 @@ def save(
     final = output_dir / "checkpoints" / f"step_{step:06d}"
     scratch = final.with_name(f".{final.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    model_dir = scratch / "model"
-    model_dir.mkdir(parents=True)
-    weights = {k: v for k, v in model.state_dict().items() if not LAYER_SCALE.match(k)}
-    model.save_pretrained(model_dir, state_dict=weights)
-    tokenizer.save_pretrained(model_dir)
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        if (source_dir / name).is_file() and not (model_dir / name).exists():
-            shutil.copyfile(source_dir / name, model_dir / name)
-    _keep_config(source_dir / "config.json", model_dir / "config.json")
-    tensors = {
-        f"{key}/{names[cast(torch.nn.Parameter, parameter)]}": torch.as_tensor(value)
-        .detach()
-        .cpu()
-        .contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-    save_file(tensors, scratch / _OPTIMIZER)
-    (scratch / _STATE).write_text(json.dumps({"step": step}) + "\n")
-    shutil.rmtree(final, ignore_errors=True)
-    scratch.rename(final)
+    try:
+        model_dir = scratch / "model"
+        model_dir.mkdir(parents=True)
+        weights = {k: v for k, v in model.state_dict().items() if not LAYER_SCALE.match(k)}
+        model.save_pretrained(model_dir, state_dict=weights)
+        tokenizer.save_pretrained(model_dir)
+        for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+            if (source_dir / name).is_file() and not (model_dir / name).exists():
+                shutil.copyfile(source_dir / name, model_dir / name)
+        _keep_config(source_dir / "config.json", model_dir / "config.json")
+        tensors = {
+            f"{key}/{names[cast(torch.nn.Parameter, parameter)]}": torch.as_tensor(value)
+            .detach()
+            .cpu()
+            .contiguous()
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+        save_file(tensors, scratch / _OPTIMIZER)
+        (scratch / _STATE).write_text(json.dumps({"step": step}) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     for old in sorted(_complete(output_dir), key=lambda saved: saved.step)[:-keep]:
         shutil.rmtree(old.path, ignore_errors=True)
     logger.info("step %d saved to %s", step, final)

@@ -15,6 +15,7 @@ import torch
 import yaml
 from torch import nn
 
+from nemo_rl_ext.disk import explained_disk_faults
 from nemo_rl_ext.distill import checkpoint, context_parallel, parallel
 from nemo_rl_ext.distill.batch import MicroBatch, RowOrder, collate, my_micro_batches
 from nemo_rl_ext.distill.config import DistillConfig, TrainConfig
@@ -165,7 +166,8 @@ class Trainer:
             if config.eval.iters and (step % config.eval.interval == 0 or last):
                 metrics |= self.evaluate().metrics("eval")
             if writer is not None:
-                writer.write(step, metrics)
+                with self._writing(step):
+                    writer.write(step, metrics)
                 if step % config.log_interval == 0 or last or step == first:
                     _progress(step, train.iters, metrics)
             if last or step % config.save_interval == 0:
@@ -212,17 +214,23 @@ class Trainer:
 
     def save(self, step: int) -> None:
         if self.ranks.is_main:
-            checkpoint.save(
-                self.config.output_dir,
-                step=step,
-                model=self.model,
-                tokenizer=self.prepared.student.tokenizer,
-                source_dir=self.prepared.student.path,
-                optimizer=self.optimizer,
-                names=self.names,
-                keep=self.config.keep_checkpoints,
-            )
+            with self._writing(step):
+                checkpoint.save(
+                    self.config.output_dir,
+                    step=step,
+                    model=self.model,
+                    tokenizer=self.prepared.student.tokenizer,
+                    source_dir=self.prepared.student.path,
+                    optimizer=self.optimizer,
+                    names=self.names,
+                    keep=self.config.keep_checkpoints,
+                )
         self.ranks.barrier()
+
+    def _writing(self, step: int) -> contextlib.AbstractContextManager[None]:
+        where = self.config.output_dir
+        advice = f"make room in {where}, then continue with --resume"
+        return explained_disk_faults(where, f"at step {step}", lambda: advice)
 
     def _micro_batches(self, batch: Sequence[Row]) -> Iterator[MicroBatch]:
         ranks = self.ranks

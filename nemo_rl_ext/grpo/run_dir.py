@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import fcntl
 import json
 import logging
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError
 
+from nemo_rl_ext.disk import explained_disk_faults
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.grpo.training.policy_state import saved_by
@@ -152,26 +151,14 @@ class RunDirectory:
         finally:
             temporary.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn a fault of the disk into one sentence: path, step, what to do.
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Turn a fault of the disk into one sentence, a `ValueError`: path, step, what to do."""
 
-        Raises:
-            ValueError: no room, no permission, or any other fault of the file system.
-        """
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            number = getattr(error, "errno", None)
-            full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-            what = "the disk is full" if full else (getattr(error, "strerror", None) or str(error))
-            place = getattr(error, "filename", None) or self.path
-            saved = self.saved_steps()
-            again = "continue with --resume" if saved else "start again"
-            raise ValueError(
-                f"{place}: cannot be written at step {self.step}: {what}; make room or name another place "
-                f"(logger.log_dir, checkpointing.checkpoint_dir), then {again}"
-            ) from error
+        def advice() -> str:
+            again = "continue with --resume" if self.saved_steps() else "start again"
+            return f"make room or name another place (logger.log_dir, checkpointing.checkpoint_dir), then {again}"
+
+        return explained_disk_faults(self.path, f"at step {self.step}", advice)
 
     def interruption(self) -> str:
         """What to tell a user who stopped the run."""

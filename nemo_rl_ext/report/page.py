@@ -135,7 +135,7 @@ def _lead(summary: Summary) -> list[str]:
 
 def _occurrences(run: RunFiles) -> list[dict[str, Any]]:
     """The first time that each reason came up, with pictures of its media."""
-    records = run.offences[:MAX_OCCURRENCES]
+    records = run.occurrences[:MAX_OCCURRENCES]
     maker = ThumbnailMaker(run, {str(record["row_id"]) for record in records if "row_id" in record})
     entries = []
     for record in records:

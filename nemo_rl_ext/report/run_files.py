@@ -18,11 +18,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Steps, first offences and chosen turns of one run; `config` is empty where the run wrote none."""
+    """Steps, the first occurrence of each reason and chosen turns of one run; what a run did not write is empty."""
 
     run_dir: Path
     steps: tuple[Record, ...]
-    offences: tuple[Record, ...] = ()
+    occurrences: tuple[Record, ...] = ()
     turns: tuple[Record, ...] = ()
     config: Record = field(default_factory=dict)
     record: Record = field(default_factory=dict)
@@ -104,7 +104,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     return RunFiles(
         run_dir=run_dir,
         steps=tuple(_records(metrics, _require_metrics)),
-        offences=tuple(_records(run_dir / "offences.jsonl", _TURN.validate_python)),
+        occurrences=tuple(_records(run_dir / "offences.jsonl", _TURN.validate_python)),
         turns=tuple(_records(run_dir / "turns.jsonl", _TURN.validate_python)),
         config=_config(run_dir / "config.yaml"),
         record=record,

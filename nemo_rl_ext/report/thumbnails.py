@@ -82,7 +82,7 @@ class ThumbnailMaker:
         }
 
     def make(self, row_id: str, item: Record) -> Thumbnails:
-        """Both views of a medium of an offence; never raises on a file that is gone or broken."""
+        """Both views of a medium; never raises on a file that is gone or broken."""
         try:
             return self._make(row_id, item)
         except Exception as error:  # a thumbnail is not worth a report, whatever a decoder raises

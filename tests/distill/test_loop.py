@@ -198,6 +198,18 @@ def test_the_directory_of_another_run_is_left_as_it_is(text_models, make_config,
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
+def test_a_checkpoint_that_cannot_be_written_names_path_step_and_what_to_do(
+    text_models, make_config, make_trainer, tmp_path
+):
+    trainer = make_trainer(make_config(text_models, RECORDS))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(
+        ValueError, match=r"run/checkpoints.*cannot be written at step 3: .*; make room in .*--resume"
+    ):
+        trainer.save(3)
+
+
 def test_an_output_directory_that_cannot_be_is_found_before_anything_is_read(
     text_models, make_config, tmp_path
 ):

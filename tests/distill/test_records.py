@@ -60,7 +60,7 @@ def test_each_fault_names_file_and_line(tmp_path, line, message):
     assert str(error.value).startswith(f"{path}:2: ")
 
 
-def test_all_faults_are_told_at_once_up_to_a_limit(tmp_path):
+def test_all_faults_are_listed_at_once_up_to_a_limit(tmp_path):
     path = tmp_path / "training.jsonl"
     path.write_text("\n".join([GOOD] + ["{}"] * 30))
     with pytest.raises(DatasetError) as error:

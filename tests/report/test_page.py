@@ -236,11 +236,11 @@ def test_a_distillation_run_is_refused_by_name(run_dir):
         write_report(run_dir)
 
 
-def test_every_reason_is_told_in_plain_words():
+def test_every_reason_has_plain_words():
     assert set(WHY) == set(Reason)
 
 
-def test_rows_are_told_once_per_outcome_and_sums_leave_out_the_first_evaluation(run_dir):
+def test_rows_are_listed_once_per_outcome_and_sums_leave_out_the_first_evaluation(run_dir):
     run = read_run(run_dir)
     assert [(story.row_id, story.outcome, story.rollouts) for story in row_stories(run.turns)] == [
         ("row-9", "masked", 8),
