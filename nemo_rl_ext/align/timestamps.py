@@ -44,6 +44,11 @@ def read_label(text: str) -> TubeletLabel | None:
     return TubeletLabel(tuple(map(int, numbers)), times, whole=match is not None)
 
 
+def names_frames(text: str) -> bool:
+    """Whether a text says of any frame when it was sampled."""
+    return _ONE.search(text) is not None
+
+
 def frame_indices(times: Sequence[str], fps: float, *, hint: Sequence[int] = ()) -> tuple[int, ...] | None:
     """Indices of the frames that have these times in a clip of `fps`, or None where a time fits no frame.
 

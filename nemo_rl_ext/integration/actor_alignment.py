@@ -18,9 +18,18 @@ import torch
 from nemo_rl_ext.align.families.family import Layout, MediaTensors
 from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.runs import find_all_runs, has_context
+from nemo_rl_ext.align.timestamps import names_frames
 from nemo_rl_ext.align.turn import AlignedTurn, align_turn
+from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.aligner import NemoRLAligner, NemoRLAlignerConfig, NemoRLTurnRequest
+from nemo_rl_ext.integration.clips import (
+    ClipSettings,
+    can_decode_files,
+    can_read,
+    clip_references,
+    with_video,
+)
 from nemo_rl_ext.integration.local_images import local_image_parts, reference_of
 from nemo_rl_ext.integration.neutral import NeutralMedia, mixed_sizes
 from nemo_rl_ext.integration.record import RolloutRecord
@@ -52,6 +61,7 @@ class ActorAlignment:
     """Plans the media of Gym results through a pool of aligners; lives in the NemoGym actor.
 
     `max_model_len` is the engine's context length, `temporal_patch_size` counts the frames of one video tubelet.
+    With `repairs_clips` the aligners can read clips; without, a clip is left to the comparison with static tensors.
     """
 
     neutral: NeutralMedia
@@ -59,6 +69,7 @@ class ActorAlignment:
     settings: MediaAlignmentConfig
     max_model_len: int | None = None
     temporal_patch_size: int = 2
+    repairs_clips: bool = False
     _source_is_reported: bool = field(default=False, init=False)
     _store: Any = field(default=None, init=False)
 
@@ -71,13 +82,18 @@ class ActorAlignment:
         tokenizer_config: Mapping[str, Any],
         pad_dynamic_image_shapes: bool = False,
         one_size_per_row: bool = False,
+        clips: Mapping[str, Any] | None = None,
         **context: Any,
     ) -> ActorAlignment:
         """With a pool of its own, whose aligners load the processor from the same `policy.tokenizer` block.
 
-        `one_size_per_row`: the training backend takes no images of several sizes in one row.
+        `one_size_per_row`: the training backend takes no images of several sizes in one row. `clips`: the fields of
+        `ClipSettings`, for recipes with video.
         """
         family = family_of(processor, layout=Layout.REMOTE, dtype=torch.float32)
+        clip_settings = ClipSettings(**clips) if clips is not None else None
+        if clip_settings is not None:
+            family = with_video(family, clip_settings.tiler_of(family))
         config = NemoRLAlignerConfig(
             model_dir=Path(str(tokenizer_config.get("name", ""))),
             media_policy=MediaPolicy(
@@ -89,6 +105,7 @@ class ActorAlignment:
             trust_remote_code=True,
             tokenizer_config=dict(tokenizer_config),
             pad_dynamic_image_shapes=pad_dynamic_image_shapes,
+            clips=clip_settings,
         )
         pool = AlignerPool(
             config,
@@ -104,12 +121,25 @@ class ActorAlignment:
             if settings.evidence == "receipt"
             else "the placeholder runs",
         )
+        if clip_settings is not None:
+            logger.info(
+                "clips are %s",
+                "repaired from their files and cached frames"
+                if can_decode_files()
+                else "repaired from cached frames; those in files are compared and masked, for want of torchcodec",
+            )
         neutral = NeutralMedia(
             family=family,
             counters=StaticProcessor(processor, family).counters,
             one_size=one_size_per_row,
         )
-        return cls(neutral=neutral, pool=pool, settings=settings, **context)
+        return cls(
+            neutral=neutral,
+            pool=pool,
+            settings=settings,
+            repairs_clips=clip_settings is not None,
+            **context,
+        )
 
     async def encode_local_images(self, examples: Sequence[dict[str, Any]]) -> None:
         """Replace local image files by data URLs, in place, before NeMo-RL would do it on its event loop."""
@@ -149,14 +179,21 @@ class ActorAlignment:
             and conversation.initial_unchanged
             and len(first) == len(conversation.initial_sources)
         )
-        deferred = {0} if conversation.has_video else set()
-        requests = self._requests(row_id, conversation, attached)
+        clips = tuple(
+            MediaSource(ref=reference, kind="video", where=f"row {row_id}")
+            for reference in clip_references(row)
+        )
+        readable = self.repairs_clips and not first and all(can_read(clip.ref) for clip in clips)
+        deferred = {0} if conversation.has_video and not readable else set()
+        requests = self._requests(row_id, conversation, attached, clips)
         wanted = [index for index in range(len(requests)) if index not in deferred]
         aligned: list[AlignedTurn | None] = [None] * len(requests)
         if wanted:
             done = await asyncio.wrap_future(self.pool.submit_align([requests[index] for index in wanted]))
             for index, turn in zip(wanted, done, strict=True):
-                aligned[index] = self._completed(turn)
+                aligned[index] = (
+                    self._judged_clip(turn, requests[0]) if clips and index == 0 else self._completed(turn)
+                )
         answers = tuple(self._answer(row_id, index, turn) for index, turn in enumerate(conversation.turns))
         turns = [turn for turn in (*aligned, *answers) if turn is not None]
         reports = [turn.report for turn in turns]
@@ -221,7 +258,11 @@ class ActorAlignment:
             logger.info("the engine's media receipts arrive with the rollouts")
 
     def _requests(
-        self, row_id: str, conversation: GymConversation, static_attached: bool
+        self,
+        row_id: str,
+        conversation: GymConversation,
+        static_attached: bool,
+        clips: tuple[MediaSource, ...],
     ) -> list[NemoRLTurnRequest]:
         requests: list[NemoRLTurnRequest] = []
         earlier: tuple[MediaSource, ...] = ()
@@ -229,6 +270,9 @@ class ActorAlignment:
             ids = np.asarray(turn.prompt_ids, dtype=np.int64)
             shown = turn.shown(len(find_all_runs(ids, self.neutral.family.grammars)))
             media = tuple(MediaSource(ref=reference_of(source), where=f"row {row_id}") for source in shown)
+            if index == 0:
+                # A row holds a clip or images, and its clip is the first turn's.
+                media += clips
             receipt = None
             if turn.receipt is not None and belongs_to(turn.receipt, np.asarray(turn.request_ids)):
                 receipt = items_of_turn(turn.receipt, len(earlier), len(turn.request_ids) - len(ids))
@@ -254,6 +298,13 @@ class ActorAlignment:
         if not has_context(ids, family.grammars):
             return None
         return self._completed(align_turn(ids, (), family=family, sampled=True, row_id=row_id, turn=index))
+
+    def _judged_clip(self, turn: AlignedTurn, request: NemoRLTurnRequest) -> AlignedTurn | None:
+        """A clip's turn; None where the prompt names no frames: then static tensors are all there is to compare."""
+        if turn.report.reasons() != (Reason.TUBELET_COUNT,):
+            return turn
+        text = self.neutral.family.decode(request.token_ids.tolist())
+        return turn if text is None or names_frames(text) else None
 
     def _completed(self, turn: AlignedTurn) -> AlignedTurn:
         """A turn whose neutral media, wherever they were made, have every key that NeMo-RL's own have."""

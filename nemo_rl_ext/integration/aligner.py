@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from PIL import Image
 
 from nemo_rl_ext.align import compiled
@@ -19,6 +20,7 @@ from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn
+from nemo_rl_ext.integration.clips import ClipReader, ClipSettings, with_video
 from nemo_rl_ext.integration.measured_images import MeasuredImage, MeasuredImages, is_data_url
 from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.processor import load_processor
@@ -38,6 +40,7 @@ class NemoRLAlignerConfig(AlignerConfig):
 
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     pad_dynamic_image_shapes: bool = False
+    clips: ClipSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,11 @@ class NemoRLAligner:
         self.config = config
         processor = load_processor(config.tokenizer_config)
         self.family = family_of(processor, layout=Layout.REMOTE, dtype=config.dtype)
+        self.clips: ClipReader | None = None
+        if config.clips is not None:
+            tiler = config.clips.tiler_of(self.family)
+            self.family = with_video(self.family, tiler)
+            self.clips = ClipReader(config.clips, tiler.patch_size)
         self.static = StaticProcessor(processor, self.family)
         self.neutral = NeutralMedia(family=self.family, counters=self.static.counters)
         self.render = RenderCache(self.family, config.cache_bytes)
@@ -90,6 +98,8 @@ class NemoRLAligner:
         measured: dict[MediaSource, MeasuredImage] = {}
 
         def measure(source: MediaSource) -> MediaItem:
+            if source.kind == "video" and self.clips is not None:
+                return self.clips.measure(source)
             found = self.images.measure(source)
             if isinstance(found, MediaItem):
                 return found
@@ -99,7 +109,28 @@ class NemoRLAligner:
         fitting = TurnFitting(
             family=self.family, render=self.render, measure=measure, complete=self.neutral.completed
         )
-        return [self._align_turn(turn, fitting, measured) for turn in turns]
+        # NeMo-RL's own tensors of a clip have no counters.
+        clips = TurnFitting(family=self.family, render=self._render_clip, measure=fitting.item)
+        return [
+            self._align_clip(turn, clips)
+            if any(source.kind == "video" for source in turn.media)
+            else self._align_turn(turn, fitting, measured)
+            for turn in turns
+        ]
+
+    def _render_clip(self, item: MediaItem, grid: Grid) -> torch.Tensor:
+        if self.clips is not None:
+            self.clips.require_size(item, grid)
+        return self.render(item, grid)
+
+    def _align_clip(self, turn: NemoRLTurnRequest, fitting: TurnFitting) -> AlignedTurn:
+        """Align a turn with a clip. The trainer holds its static tensors: where they match, none come back."""
+        started = time.perf_counter()
+        media = tuple(fitting.item(source) for source in turn.media)
+        static = () if any(item.error for item in media) else self.family.static(media)
+        grids = tuple(geometry.grid for geometry in static for _ in range(geometry.tubelets))
+        aligned = fitting.judge(turn, media, grids or None)
+        return fitting.result(turn, media, aligned, (time.perf_counter() - started) * 1e3)
 
     def _align_turn(
         self, turn: NemoRLTurnRequest, fitting: TurnFitting, measured: Mapping[MediaSource, MeasuredImage]

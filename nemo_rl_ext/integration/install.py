@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_ext.integration.capture import ReceiptHandOver, request_receipts
+from nemo_rl_ext.integration.clips import ClipSettings
 from nemo_rl_ext.integration.in_process import bind, install_in_process, wrap
 from nemo_rl_ext.integration.known_processor import check_processor
 from nemo_rl_ext.integration.probe import probe
@@ -110,6 +112,7 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
                 ReceiptHandOver.start()
             else:
                 settings = settings.model_copy(update={"evidence": "runs"})
+        clips = ClipSettings.of(config)
         video = pick(config, "policy.generation.vllm_cfg.video.temporal_patch_size")
         config.env["nemo_gym"][ACTOR_KEY] = {
             **settings.model_dump(mode="json"),
@@ -120,6 +123,7 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
                 else None,
                 "temporal_patch_size": int(video or 1),
                 "one_size_per_row": not takes_mixed_sizes(config),
+                "clips": dataclasses.asdict(clips) if clips is not None else None,
             },
         }
 

@@ -38,10 +38,13 @@ class NeutralMedia:
         ones = {key: torch.ones(len(tensors.grids), dtype=torch.int64) for key in self.counters}
         return MediaTensors(grids=tensors.grids, values={**tensors.values, **ones})
 
-    def of_turn(self, token_ids: TokenIds) -> MediaTensors | None:
-        """Neutral media for the ids of one turn [tokens]; None where they call for none."""
+    def of_turn(self, token_ids: TokenIds, *, clip: bool = False) -> MediaTensors | None:
+        """Neutral media for the ids of one turn [tokens]; None where they call for none.
+
+        `clip`: the turn's own media are a clip's, which NeMo-RL gives no counters.
+        """
         tensors = neutral_media(token_ids, self.family)
-        return self.completed(tensors) if tensors is not None else None
+        return tensors if tensors is None or clip else self.completed(tensors)
 
     def fill_row(self, messages: Sequence[dict[str, Any]]) -> None:
         """Give every message of a row neutral media of one size, as many features as it has context tokens."""

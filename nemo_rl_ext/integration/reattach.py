@@ -92,7 +92,9 @@ def _check_static(result: dict[str, Any], record: RolloutRecord, source_message_
             continue
         if report.neutral:
             _raise_if_asked(report, record.settings)
-            attach_rollout_media(message, neutral_media.of_turn(message["token_ids"]))
+            attach_rollout_media(
+                message, neutral_media.of_turn(message["token_ids"], clip=record.has_video and turn == 0)
+            )
             mask_sample(result)
             reports = [item for item in reports if item.turn != turn]
         if report.neutral or (turn, False) not in judged:

@@ -248,6 +248,7 @@ def nemo_rl_shapes(monkeypatch, nemo_rl_tree, processor):
     module("data.datasets.response_datasets", DATASET_REGISTRY={})
     module("data.datasets.response_datasets.nemogym_dataset", NemoGymDataset=DatasetShape)
     module("utils.config", **_configs())
+    module("models.generation.vllm.video_utils", **_video_utils())
     yield sys.modules["nemo_rl"]
     uninstall()
     for name in ("actor", "data"):
@@ -364,6 +365,22 @@ def _multimodal(packed, processor):
         message.update({key: packed.pack(key, value) for key, value in values.items()})
 
     return {name: value for name, value in locals().items() if callable(value) and name not in ("processor",)}
+
+
+def _video_utils():
+    def _load_cached_video_frame_manifest(data, *, num_frames):
+        if data == b"none":
+            return None
+        count = int(data)
+        frames = np.stack([np.full((160, 320, 3), index, np.uint8) for index in range(count)])
+        return frames, {"frames_indices": list(range(count)), "fps": 1.0, "total_num_frames": count}
+
+    def load_video_frames_with_metadata(path, *, num_frames, temporal_patch_size, sampling_style):
+        if path != "/clip.mp4":
+            raise FileNotFoundError(path)
+        return _load_cached_video_frame_manifest(str(num_frames).encode(), num_frames=-1)
+
+    return locals()
 
 
 def _configs():

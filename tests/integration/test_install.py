@@ -126,6 +126,7 @@ def test_the_actor_gets_settings_and_what_it_cannot_see(caplog):
         "max_model_len": None,
         "temporal_patch_size": 2,
         "one_size_per_row": False,
+        "clips": None,
     }
     assert config["policy"]["generation"]["bad_words"] == ["<img>", "<image>", "</img>"]
     assert "banned from sampling through policy.generation.bad_words" in caplog.text

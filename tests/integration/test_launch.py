@@ -4,11 +4,13 @@
 import logging
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from nemo_rl_ext.integration import launch
+from nemo_rl_ext.integration import launch, plain_start
+from nemo_rl_ext.integration.in_process import driver_is_bound, is_wrapped
 from nemo_rl_ext.integration.probe import UnknownNemoRLError
 from nemo_rl_ext.integration.settings import RecipeError
 
@@ -102,3 +104,52 @@ def test_from_site_packages_only_the_package_is_shared(tmp_path, monkeypatch):
     shared, other = os.environ["PYTHONPATH"].split(os.pathsep)
     assert other == "/other" and os.listdir(shared) == ["nemo_rl_ext"]
     assert os.path.realpath(os.path.join(shared, "nemo_rl_ext")) == str(site.parent)
+
+
+@pytest.fixture
+def watched(nemo_rl_shapes, monkeypatch):
+    """NeMo-RL's configuration module with its functions watched, and a script that holds two of its names."""
+    config = sys.modules["nemo_rl.utils.config"]
+    plain_start.watch_recipe(config)
+    held = {
+        "get_tokenizer": sys.modules["nemo_rl.algorithms.utils"].get_tokenizer,
+        "setup_nemo_gym_config": sys.modules["nemo_rl.environments.nemo_gym"].setup_nemo_gym_config,
+    }
+    script = SimpleNamespace(**held, other=1)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    return config, script, held
+
+
+def test_a_plain_start_binds_what_the_script_already_holds(tmp_path, watched, monkeypatch):
+    config, script, held = watched
+    path = recipe(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", path, "grpo.media_alignment.enabled=true"])
+    config.load_config(path)
+    assert driver_is_bound() and script.other == 1
+    assert script.get_tokenizer is not held["get_tokenizer"]
+    assert is_wrapped(script.setup_nemo_gym_config)
+    plain_start.require_hooks()
+
+
+def test_a_plain_start_without_the_flag_or_a_recipe_binds_nothing(tmp_path, watched, monkeypatch):
+    config, script, held = watched
+    path = recipe(tmp_path, enabled=False)
+    for argv in (["train.py"], ["train.py", "--config", path]):
+        monkeypatch.setattr(sys, "argv", argv)
+        config.load_config(path)
+        assert vars(script) == {**held, "other": 1} and not driver_is_bound()
+    assert config.parse_hydra_overrides({}, ["grpo.media_alignment.num_aligners=3"]).grpo.media_alignment
+
+
+def test_a_plain_start_is_refused_in_one_line(tmp_path, watched, monkeypatch):
+    config, _, _ = watched
+    path = recipe(tmp_path, enabled=True, num_aligner=1)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", path])
+    with pytest.raises(SystemExit, match="error: grpo.media_alignment.num_aligner"):
+        config.load_config(path)
+
+
+def test_a_data_set_of_ours_stops_a_run_that_bound_nothing(tmp_path, nemo_rl_shapes, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", recipe(tmp_path, enabled=True)])
+    with pytest.raises(RecipeError, match="was started without nemo_rl_ext"):
+        plain_start.require_hooks()

@@ -42,8 +42,13 @@ def image_row(urls, runs, **extra):
 
 
 def gym_result(row, runs, *, tool=None, sampled=(11, 12)):
-    """A rollout result; `tool=(url, runs)` adds a turn whose prompt brings one more image."""
-    prompt, sampled = prompt_ids(runs), list(sampled)
+    """A rollout result; `tool=(url, runs)` adds a turn whose prompt brings one more image.
+
+    A row's `edge_prompts` are whole prompts, one per rollout, instead of runs.
+    """
+    prompts = row.get("edge_prompts")
+    prompt = list(prompts[row["_rowidx"] % len(prompts)]) if prompts else prompt_ids(runs)
+    sampled = list(sampled)
     logprobs = [-0.1] * len(sampled)
     output = [{"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": logprobs}]
     if tool is not None:
