@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from nemo_rl_ext.integration import launch, plain_start
+from nemo_rl_ext.integration import launch, plain_start, script_recipe
 from nemo_rl_ext.integration.in_process import driver_is_bound, is_wrapped
 from nemo_rl_ext.integration.probe import UnknownNemoRLError
 from nemo_rl_ext.integration.settings import RecipeError
@@ -128,7 +128,7 @@ def test_a_plain_start_binds_what_the_script_already_holds(tmp_path, watched, mo
     assert driver_is_bound() and script.other == 1
     assert script.get_tokenizer is not held["get_tokenizer"]
     assert is_wrapped(script.setup_nemo_gym_config)
-    plain_start.require_hooks()
+    script_recipe.require_hooks()
 
 
 def test_a_plain_start_without_the_flag_or_a_recipe_binds_nothing(tmp_path, watched, monkeypatch):
@@ -152,4 +152,4 @@ def test_a_plain_start_is_refused_in_one_line(tmp_path, watched, monkeypatch):
 def test_a_data_set_of_ours_stops_a_run_that_bound_nothing(tmp_path, nemo_rl_shapes, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", recipe(tmp_path, enabled=True)])
     with pytest.raises(RecipeError, match="was started without nemo_rl_ext"):
-        plain_start.require_hooks()
+        script_recipe.require_hooks()
