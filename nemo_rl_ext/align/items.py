@@ -13,6 +13,10 @@ from nemo_rl_ext.align.grids import Array, Size
 from nemo_rl_ext.align.verdict import MediaKind
 
 
+class ContentChangedError(ValueError):
+    """A medium is no longer what it was when it was measured; one string that names it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaItem:
     """One image or video of a turn, in prompt order.

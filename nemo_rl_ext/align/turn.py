@@ -14,7 +14,7 @@ import torch
 from nemo_rl_ext.align.evidence import EngineRequest, Evidence, other_pixels
 from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Array, Grid
-from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.items import ContentChangedError, MediaItem
 from nemo_rl_ext.align.plan import plan_turn
 from nemo_rl_ext.align.runs import PlaceholderRuns, find_all_runs
 from nemo_rl_ext.align.verdict import Fault, GridSource, Reason, TurnReport, Verdict
@@ -137,6 +137,8 @@ def align_turn(
             used[index], fault = _identified(used[index], said)
             if fault is None:
                 rendered.append((render or family.render)(used[index], item_report.grid))
+        except ContentChangedError as error:
+            fault = Fault(Reason.CONTENT_CHANGED, str(error))
         # Decoders and processors raise almost anything on a damaged file; it is this item's fault, by name.
         except Exception as error:
             fault = Fault(Reason.DECODE_FAILED, str(error) or type(error).__name__)

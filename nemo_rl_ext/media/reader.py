@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_rl_ext.align.grids import Size
-from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.items import ContentChangedError, MediaItem
 from nemo_rl_ext.align.verdict import MediaKind
 from nemo_rl_ext.media.identity import file_digest, pixel_digest
 from nemo_rl_ext.media.images import image_size, load_image
@@ -115,14 +115,28 @@ class MediaReader:
     def item(self, source: MediaSource, facts: MediaFacts, pixels: np.ndarray | None = None) -> MediaItem:
         """An item that decodes on demand, or serves `pixels` that were decoded already."""
 
+        def unchanged(content_hash: str) -> None:
+            if facts.content_hash and content_hash != facts.content_hash:
+                raise ContentChangedError(
+                    f"{_place(source)}: the content is another than when the prompt was made; keep media as they are "
+                    "while a run reads them"
+                )
+
         def load_one() -> np.ndarray:
-            image = pixels if pixels is not None else self.decode(source)[1]
+            if pixels is not None:
+                return pixels[None]
+            found, image = self.decode(source)
+            unchanged(found.content_hash)
             return image[None]
 
         def load_frames(indices: Sequence[int]) -> np.ndarray:
-            if pixels is not None and tuple(indices) == facts.frame_indices:
+            same = tuple(indices) == facts.frame_indices
+            if pixels is not None and same:
                 return pixels
-            return self._video(source, indices).frames
+            clip = self._video(source, indices)
+            if same:
+                unchanged(clip.content_hash)
+            return clip.frames
 
         return MediaItem(
             kind=facts.kind,

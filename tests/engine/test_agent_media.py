@@ -11,23 +11,18 @@ import json
 import threading
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.models.tokenizer import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
-
-BANNED = tuple(range(len(SPECIAL_TOKENS)))
 
 
 def url(height, width, seed):
@@ -100,51 +95,19 @@ class AgentEdge:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_checkpoint) -> Iterator[SimpleNamespace]:
-    """The parts of a run on one float32 engine in this process, with the processor cache on."""
-    from transformers import AutoTokenizer
-
+def run(in_process) -> Iterator[SimpleNamespace]:
+    """A collector whose rollouts come from the agent, on the engine's endpoint."""
     from nemo_rl_ext.grpo.collecting.assembly import AlignmentOptions
     from nemo_rl_ext.grpo.collecting.collector import Collector
     from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
     from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
-    from nemo_rl_ext.grpo.collecting.player import Sampling
-    from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
-    from nemo_rl_ext.grpo.engine.actor import EngineActor
-    from nemo_rl_ext.grpo.engine.config import EngineConfig
-    from nemo_rl_ext.grpo.training.policy import Policy
     from nemo_rl_ext.receipts.store import ReceiptStore
-    from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner
 
-    engine = EngineActor(
-        EngineConfig(model=str(tiny_checkpoint), precision="float32", mm_processor_cache_gb=1.0)
-    )
-    engine.start()
-    aligner = RolloutAligner(
-        AlignerConfig(model_dir=tiny_checkpoint, media_policy=MediaPolicy(), identify=True)
-    )
-
-    def submit(method):
-        def call(work):
-            future = Future()
-            future.set_result(getattr(aligner, method)(list(work)))
-            return future
-
-        return call
-
-    pool = SimpleNamespace(
-        family=aligner.family,
-        num_aligners=1,
-        submit_static=submit("static"),
-        submit_align=submit("align"),
-    )
-    client = SimpleNamespace(generate=engine.generate, version=0)
-    sampling = Sampling(temperature=1.0, max_new_tokens=3, banned_token_ids=BANNED)
-    store, renderer = ReceiptStore(), PromptRenderer(AutoTokenizer.from_pretrained(str(tiny_checkpoint)))
+    store = ReceiptStore()
     completions = Completions(
-        engine=client,
-        renderer=renderer,
-        sampling=sampling,
+        engine=in_process.client,
+        renderer=in_process.renderer,
+        sampling=in_process.sampling,
         media_policy=MediaPolicy(),
         model_name="m",
         receipts=store,
@@ -153,9 +116,9 @@ def run(tiny_checkpoint) -> Iterator[SimpleNamespace]:
         agent = AgentEdge(base_url)
         player = GymPlayer(
             servers=agent,
-            engine=client,
-            pool=pool,
-            renderer=renderer,
+            engine=in_process.client,
+            pool=in_process.pool,
+            renderer=in_process.renderer,
             media_policy=MediaPolicy(),
             base_dir=None,
             max_turns=4,
@@ -163,37 +126,24 @@ def run(tiny_checkpoint) -> Iterator[SimpleNamespace]:
         )
         collector = Collector(
             player=player,
-            pool=pool,
+            pool=in_process.pool,
             reward=lambda row, text: 1.0,
-            sampling=sampling,
+            sampling=in_process.sampling,
             options=AlignmentOptions(enabled=True, share_static=True, max_model_len=None, ordered=False),
             num_generations=2,
         )
-        policy = Policy.from_pretrained(tiny_checkpoint)
-        yield SimpleNamespace(agent=agent, collector=collector, policy=policy, sampling=sampling)
+        yield SimpleNamespace(agent=agent, collector=collector, gap=in_process.gap)
         agent.server.shutdown()
-    engine.shutdown()
 
 
 def collect(run, script, *images):
     """The rollouts of one row whose agent follows `script`, and the largest log-prob gap of those not masked."""
-    from nemo_rl_ext.grpo.training.batch import collate
-    from nemo_rl_ext.grpo.training.rows import training_rows
-
     row = ManifestRow.from_json(
         {"responses_create_params": {"input": [message(*images)]}, "agent_ref": {"name": "agent"}}
     )
     run.agent.script = script
     (group,) = run.collector.collect([row], step=0)
-    rows = [row for row in training_rows([group], normalize=False) if not row.masked]
-    gap = 0.0
-    if rows:
-        with torch.no_grad():
-            ours = run.policy.forward_logprobs(collate(rows, pad_token_id=0), banned_token_ids=BANNED)
-        for row, logprobs in zip(rows, ours, strict=True):
-            sampled = row.sampled[1:]
-            gap = max(gap, float((logprobs[: len(sampled)] - row.engine_logprobs[1:])[sampled].abs().max()))
-    return group.rollouts, gap
+    return group.rollouts, run.gap(group)
 
 
 def reasons(rollouts):
