@@ -58,7 +58,7 @@ def studies() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 when a benchmark failed; a target that was missed is told, not punished."""
+    """Returns 1 when a benchmark failed; a missed target is reported and is no failure."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in studies():
         sys.argv = [f"benchmarks {arguments[0]}", *arguments[1:]]

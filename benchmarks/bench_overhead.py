@@ -128,7 +128,7 @@ def rows_with(rows: Sequence[Any], share: float, number: int) -> list[Any]:
 def run(effort: Effort) -> Section:
     """One engine, one policy, one pool; steps with the flag on and off in turn, then the shares."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Every measured step has metrics of its own, which would tell their first offence each.
+    # Every measured step has metrics of its own, which would log every first occurrence again.
     logging.getLogger("nemo_rl_ext").setLevel(logging.ERROR)
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.setup import prepare, start

@@ -44,7 +44,7 @@ class Grammar:
     """The three token ids that delimit media, read from a tokenizer and never hard-coded.
 
     Raises:
-        ValueError: when two of the ids are equal, so that a run could not be told from its delimiters.
+        ValueError: when two of the ids are equal, so that a run and its delimiters look the same.
     """
 
     start_id: int

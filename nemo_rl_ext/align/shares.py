@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs of a turn belong to which media item: in order, tubelets told apart by their labels."""
+"""Which runs of a turn belong to which media item: in order, tubelets distinguished by their labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.timestamps import TubeletLabel
+from nemo_rl_ext.align.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ def share_runs(
     """
     if labels is None:
         if len(lengths) != sum(counts):
-            return f"{sum(counts)} runs expected, {len(lengths)} found"
+            return f"{counted(sum(counts), 'run')} expected, {len(lengths)} found"
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return [
             RunShare(lengths=tuple(lengths[start : start + count]))
@@ -41,8 +42,8 @@ def share_runs(
     kinds = [("video" if group.labels else "image") for group in groups]
     if kinds != [item.kind for item in items]:
         return (
-            f"{_count([item.kind for item in items])} expected ({sum(counts)} runs), the text around the "
-            f"{len(lengths)} runs tells of {_count(kinds)}"
+            f"{_count([item.kind for item in items])} expected ({counted(sum(counts), 'run')}), the text around the "
+            f"{counted(len(lengths), 'run')} describes {_count(kinds)}"
         )
     return groups
 
@@ -67,7 +68,7 @@ def _group(lengths: Sequence[int], labels: Sequence[TubeletLabel | None]) -> lis
 
 def _count(kinds: Sequence[str]) -> str:
     images, videos = kinds.count("image"), kinds.count("video")
-    return f"{images} image{'s' * (images != 1)} and {videos} video{'s' * (videos != 1)}"
+    return f"{counted(images, 'image')} and {counted(videos, 'video')}"
 
 
 def label_problem(labels: Sequence[TubeletLabel], frames_per_tubelet: int) -> str:

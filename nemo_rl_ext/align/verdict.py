@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.wording import counted
 
 MediaKind = Literal["image", "video"]
 
@@ -236,9 +237,10 @@ class TurnReport:
     def __str__(self) -> str:
         """The whole story in one paragraph: where, what was expected and found, and what to do."""
         head = (
-            f"row {self.row_id!r}, turn {self.turn}: {len(self.found)} placeholder runs {_lengths(self.found)} "
-            f"({sum(self.found)} context tokens) for {len(self.media)} media items whose static runs are "
-            f"{_lengths(self.expected)} ({sum(self.expected)} features)"
+            f"row {self.row_id!r}, turn {self.turn}: {counted(len(self.found), 'placeholder run')} "
+            f"{_lengths(self.found)} ({counted(sum(self.found), 'context token')}) for "
+            f"{counted(len(self.media), 'media item')} whose static runs are {_lengths(self.expected)} "
+            f"({counted(sum(self.expected), 'feature')})"
         )
         if self.first_mismatch is not None:
             head += f"; first differing run: {self.first_mismatch}"
@@ -250,7 +252,7 @@ class TurnReport:
 
 
 class MediaAlignmentError(ValueError):
-    """A turn that cannot be trained on as it is, told in full: where, expected, found, and what to do."""
+    """A turn that cannot be trained on as it is: where, what was expected, what was found, and what to do."""
 
 
 def _lengths(values: tuple[int, ...]) -> str:

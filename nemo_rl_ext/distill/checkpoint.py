@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.distill.config import DistillConfig
 from nemo_rl_ext.models.weights import LAYER_SCALE
 
@@ -147,7 +148,7 @@ def restore_optimizer(
     if states.keys() != parameters.keys():
         odd = sorted(states.keys() ^ parameters.keys())
         raise ValueError(
-            f"{path}: state of {len(odd)} parameter(s) is missing or left over, the first {odd[0]!r}"
+            f"{path}: state of {counted(len(odd), 'parameter')} is missing or left over, the first {odd[0]!r}"
         )
     for name, state in states.items():
         parameter = parameters[name]

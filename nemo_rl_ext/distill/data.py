@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.distill.records import Problems, Record, RecordError
 from nemo_rl_ext.distill.verbatim import VerbatimTokenizer
 
@@ -122,8 +123,8 @@ def encode_pairs(
                     skipped.append(record.where)
             except RecordError as problem:
                 problems.add(record.where, problem)
-    _report("prompt(s) cut from the left to fit seq_length", cut)
-    _report("pair(s) skipped because the response does not fit seq_length", skipped)
+    _report("prompt", "cut from the left to fit seq_length", cut)
+    _report("pair", "skipped because the response does not fit seq_length", skipped)
     return rows
 
 
@@ -212,7 +213,7 @@ def _row(
         before = len(prompt.ids)
         prompt = truncate_left(prompt, room)
         lost = len(record.images) + len(record.videos) - len(prompt.media)
-        dropped = f", {lost} media item(s) with it" if lost else ""
+        dropped = f", {counted(lost, 'media item')} with it" if lost else ""
         cut.append(f"{record.where} ({before} -> {len(prompt.ids)} tokens{dropped})")
     return Row(
         where=record.where,
@@ -283,7 +284,7 @@ def mock_rows(*, ids: Sequence[int], rules: RowRules, eos_id: int, count: int, s
     return rows
 
 
-def _report(what: str, names: list[str], *, shown: int = 10) -> None:
+def _report(noun: str, what: str, names: list[str], *, shown: int = 10) -> None:
     if names:
         more = f", ... and {len(names) - shown} more" if len(names) > shown else ""
-        logger.warning("%d %s: %s%s", len(names), what, ", ".join(names[:shown]), more)
+        logger.warning("%s %s: %s%s", counted(len(names), noun), what, ", ".join(names[:shown]), more)

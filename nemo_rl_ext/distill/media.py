@@ -21,6 +21,7 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import PlaceholderRun, PlaceholderRuns, RunKind, find_runs
 from nemo_rl_ext.align.turn import align_turn
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.distill.data import EncodedPrompt, PlacedMedia, Row
 from nemo_rl_ext.distill.records import Record, RecordError
 from nemo_rl_ext.media.errors import MediaDecodeError
@@ -75,8 +76,8 @@ class MediaExpander:
         if expanded:
             if image_markers or len(video_markers):
                 raise RecordError(
-                    f"'input' mixes {image_markers + len(video_markers)} marker(s) with {len(expanded)} expanded "
-                    "run(s); use one of the two"
+                    f"'input' mixes {counted(image_markers + len(video_markers), 'marker')} with "
+                    f"{counted(len(expanded), 'expanded run')}; use one of the two"
                 )
             return self._prove(record, prompt_ids, runs)
         for found, wanted, marker, key in (
@@ -85,7 +86,8 @@ class MediaExpander:
         ):
             if found != wanted:
                 raise RecordError(
-                    f"'input' has {found} {marker} marker(s) for {wanted} of {key!r}; write one where each stands"
+                    f"'input' has {counted(found, f'{marker} marker')} for {wanted} of {key!r}; write one where "
+                    "each stands"
                 )
         return self._expand(record, prompt_ids, runs, video_markers)
 
@@ -198,8 +200,8 @@ class MediaExpander:
         for run in find_runs(ids, self.grammar):
             if run.length:
                 raise RecordError(
-                    f"{part!r} spells {run.length} image context token(s) at token {run.offset}, which no media "
-                    "of the record fill; escape the text, or name the media in 'images' or 'videos' and mark "
+                    f"{part!r} spells {counted(run.length, 'image context token')} at token {run.offset}, which "
+                    "no media of the record fill; escape the text, or name the media in 'images' or 'videos' and mark "
                     "their place in 'input'"
                 )
 

@@ -90,7 +90,7 @@ class Checkpoint:
             missing = sorted(info["missing_keys"])
             # transformers fills them with random numbers and only warns.
             raise ValueError(
-                f"{self.path}: {len(missing)} weight(s) are missing, the first {missing[0]!r}; "
+                f"{self.path}: the weight {missing[0]!r} is missing, one of {len(missing)}; "
                 "the weight files do not belong to this config.json"
             )
         for name, parameter in model.named_parameters():

@@ -73,14 +73,14 @@ def check_layout(*, cp_size: int, world_size: int, global_batch_size: int, micro
     """
     if world_size % cp_size:
         raise ValueError(
-            f"--cp-size {cp_size} does not divide the {world_size} process(es) started; "
+            f"--cp-size {cp_size} does not divide the world size {world_size}; "
             f"start a multiple of {cp_size} with torchrun --nproc-per-node"
         )
     step = world_size // cp_size * micro_batch_size
     if global_batch_size % step:
         raise ValueError(
             f"--global-batch-size {global_batch_size} is not a multiple of micro batch {micro_batch_size} x "
-            f"{world_size // cp_size} data-parallel rank(s) = {step}"
+            f"{world_size // cp_size} data-parallel ranks = {step}"
         )
 
 

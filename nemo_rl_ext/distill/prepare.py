@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_rl_ext.align.families.family import MediaFamily
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.distill import vocab
 from nemo_rl_ext.distill.config import DistillConfig
 from nemo_rl_ext.distill.data import Row, RowRules, encode_documents, encode_pairs, mock_rows, require_eos
@@ -79,10 +80,10 @@ def prepare(config: DistillConfig) -> Prepared:
         )
     tokens = sum(row.num_response_tokens for row in train_rows)
     logger.info(
-        "%d training row(s), %d response tokens; %d evaluation row(s)",
-        len(train_rows),
-        tokens,
-        len(eval_rows),
+        "%s, %s; %s",
+        counted(len(train_rows), "training row"),
+        counted(tokens, "response token"),
+        counted(len(eval_rows), "evaluation row"),
     )
     return Prepared(
         student=student,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.manifest.file_kinds import UnreadableError
 from nemo_rl_ext.manifest.streams import text_lines
 
@@ -121,7 +122,7 @@ def _lines(path: Path, problems: Problems, limit: int) -> Iterator[tuple[int, by
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read ({error.strerror})") from None
     if blank:
-        logger.info("%s: %d blank line(s) skipped", path, blank)
+        logger.info("%s: %s skipped", path, counted(blank, "blank line"))
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
@@ -174,7 +175,8 @@ def _pair(row: dict[str, Any], where: str) -> Record:
 def _known(row: dict[str, Any], known: tuple[str, ...]) -> None:
     unknown = [key for key in row if key not in known]
     if unknown:
-        raise RecordError(f"unknown key(s) {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        noun = "key" if len(unknown) == 1 else "keys"
+        raise RecordError(f"unknown {noun} {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
 
 
 def _text(row: dict[str, Any], key: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_ext.align.wording import counted
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class VocabularyDifference:
     def describe(self, *, shown: int = 20) -> str:
         """One line per differing id, at most ``shown`` of them."""
         lines = [
-            f"{len(self.ids)} id(s) differ (student has {self.student_size} tokens, teacher "
+            f"{counted(len(self.ids), 'id')} that differ (student has {self.student_size} tokens, teacher "
             f"{self.teacher_size}):"
         ]
         for token_id, student, teacher in self.ids[:shown]:

@@ -153,8 +153,8 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
             with directory.writing():
                 log.step(done, record)
                 log.turns(done, metrics.turn_samples)
-                for offence in metrics.new_offences():
-                    log.offence(done, offence)
+                for occurrence in metrics.new_occurrences():
+                    log.occurrence(done, occurrence)
             log.show(done, grpo.max_num_steps, record)
             if config.checkpointing.enabled and (
                 done == grpo.max_num_steps or done % config.checkpointing.save_period == 0

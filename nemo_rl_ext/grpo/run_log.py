@@ -12,11 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl_ext.align.verdict import MediaReport, Verdict
-from nemo_rl_ext.rollout.metrics import Offence
+from nemo_rl_ext.align.wording import counted
+from nemo_rl_ext.rollout.metrics import Occurrence
 from nemo_rl_ext.rollout.turn_samples import TurnSample
 
 METRICS_FILE = "metrics.jsonl"
-OFFENCES_FILE = "offences.jsonl"
+OCCURRENCES_FILE = "offences.jsonl"
 TURNS_FILE = "turns.jsonl"
 MAX_MEDIA, MAX_RUNS = 8, 64
 """Media items and run lengths of one turn that are written out; what is left out is counted."""
@@ -31,7 +32,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = console or Console()
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, OFFENCES_FILE, TURNS_FILE):
+        for name in (METRICS_FILE, OCCURRENCES_FILE, TURNS_FILE):
             _keep_until(run_dir / name, resume_from)
         self._writer: Any = None
         if tensorboard:
@@ -46,13 +47,13 @@ class RunLog:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
 
-    def offence(self, step: int, offence: Offence) -> None:
-        """Append the first offence of a reason in full, with what a report needs to show its media."""
-        media = [] if offence.report is None else [_media_record(item) for item in offence.report.media]
-        record = {"step": step, "reason": offence.reason.value, "story": offence.story, "media": media}
-        if offence.report is not None:
-            record |= {"row_id": offence.report.row_id, "turn": offence.report.turn}
-        self._append(OFFENCES_FILE, record)
+    def occurrence(self, step: int, occurrence: Occurrence) -> None:
+        """Append the first occurrence of a reason in full, with what a report needs to show its media."""
+        media = [] if occurrence.report is None else [_media_record(item) for item in occurrence.report.media]
+        record = {"step": step, "reason": occurrence.reason.value, "story": occurrence.story, "media": media}
+        if occurrence.report is not None:
+            record |= {"row_id": occurrence.report.row_id, "turn": occurrence.report.turn}
+        self._append(OCCURRENCES_FILE, record)
 
     def turns(self, step: int, samples: Iterable[TurnSample]) -> None:
         """Append a step's choice of turns: which rows were repaired or masked, why, and what it took."""
@@ -138,7 +139,7 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
     def get(name: str) -> float:
         return metrics.get(f"alignment/{name}", 0.0)
 
-    masked = f"{get('rows_masked'):.0f} of {get('rows'):.0f} rows masked"
+    masked = f"{get('rows_masked'):.0f} of {counted(round(get('rows')), 'row')} masked"
     reasons = {
         key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("alignment/reason/")
     }
@@ -152,7 +153,7 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
         if f"alignment/logprob_gap_{kind}_mean" in metrics
     ]
     return (
-        f"aligned {get('turns'):.0f} turns: {_verdicts('media', metrics) or 'no'} media"
+        f"aligned {counted(round(get('turns')), 'turn')}: {_verdicts('media', metrics) or 'no'} media"
         f"{' (' + '; '.join(kinds) + ')' if kinds else ''}; {masked}; {get('token_delta'):.0f} tokens apart; "
         f"{get('repair_ms'):.0f} ms, {get('bytes_shipped') / 2**20:.1f} MiB; log-prob gap {', '.join(gaps) or '-'}"
     )

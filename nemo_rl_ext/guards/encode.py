@@ -201,7 +201,7 @@ class SafeEncoder:
         leaked = seen - expected - self._unknown_in(seen)
         if wrong := leaked or expected - seen:
             names = self.tokenizer.convert_ids_to_tokens(sorted(wrong))
-            what = "text became control token(s)" if leaked else "scaffold did not become control token(s)"
+            what = "text became control tokens" if leaked else "scaffold did not become control tokens"
             raise ControlTokenLeakError(
                 f"safe encoder: {what} {names} with {type(self.tokenizer).__name__}; this tokenizer class cannot "
                 "be guarded"

@@ -183,7 +183,7 @@ class LossMaskGuard:
             named = ", ".join(f"{row_ids[i] if row_ids is not None else i}: {totals[i]}" for i in zeroed[:8])
             more = ", ..." if len(zeroed) > 8 else ""
             logger.warning(
-                "%d of %d row(s) have fewer than %d loss tokens (row: tokens %s%s); kept with a zero loss mask",
+                "%d of %d rows have fewer than %d loss tokens (row: tokens %s%s); kept with a zero loss mask",
                 len(zeroed), len(totals), self.min_tokens, named, more,
             )  # fmt: skip
         share = counts["rows_zeroed"] / max(counts["rows"], 1)

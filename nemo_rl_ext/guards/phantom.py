@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRun, RunKind, find_runs
+from nemo_rl_ext.align.wording import counted
 
 logger = logging.getLogger("nemo_rl_ext.guards.phantom")
 
@@ -96,9 +97,9 @@ class PhantomReport:
         if self.num_tokens:
             first = ", ".join(str(i) for i in self.offsets[:5].tolist())
             more = ", ..." if self.num_tokens > 5 else ""
-            parts.append(f"{self.num_tokens} phantom media token(s) at {first}{more}")
+            parts.append(f"{counted(self.num_tokens, 'phantom media token')} at {first}{more}")
         if self.num_unresolved:
-            parts.append(f"{self.num_unresolved} well-formed run(s) more than the row has media")
+            parts.append(f"{counted(self.num_unresolved, 'well-formed run')} more than the row has media")
         return " and ".join(parts) or "no phantom media tokens"
 
 
@@ -243,7 +244,7 @@ class GuardedRow:
     """bool, shaped like the ids: context tokens that real media stand behind. A forward that takes such a validity mask
     needs no replaced ids."""
     drop_media: bool
-    """The row's media must not be attached: its real runs could not be told from phantoms, so all went."""
+    """The row's media must not be attached: nothing distinguished its real runs from phantoms, so all went."""
     report: PhantomReport
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nemo_rl_ext.align.wording import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -73,22 +75,24 @@ def census(
 def _print(console: Console, found: CensusReport, show: int) -> None:
     lines = []
     for item in found.findings[:show]:
-        phantom = "" if item.phantom_tokens is None else f", {_counted(item.phantom_tokens, 'phantom token')}"
+        phantom = "" if item.phantom_tokens is None else f", {counted(item.phantom_tokens, 'phantom token')}"
         place = f"{item.file}:{item.line}: {item.path}"
         lines.append(f"{place}: {item.marker!r} x{item.count}{phantom} (id {item.example_id})")
     lines += _more(found.num_findings, show, "findings")
     lines += [f"{b.file}:{b.line}: skipped, not JSON: {b.error}" for b in found.broken[:show]]
     lines += _more(found.num_broken, show, "broken lines")
     for unread in found.unread:
-        rows = f" ({_counted(unread.num_rows, 'row')} before it)" if unread.num_rows else ""
+        rows = f" ({counted(unread.num_rows, 'row')} before it)" if unread.num_rows else ""
         lines.append(f"{unread.file}: not read whole: {unread.error}{rows}")
     rate = found.num_rows / found.seconds if found.seconds else 0.0
-    markers = f"{_counted(sum(found.by_marker.values()), 'marker')} in {_counted(found.num_rows_with_markers, 'row')}"
+    markers = (
+        f"{counted(sum(found.by_marker.values()), 'marker')} in {counted(found.num_rows_with_markers, 'row')}"
+    )
     if found.num_phantom_tokens is not None:
-        markers += f", {_counted(found.num_phantom_tokens, 'phantom token')}"
+        markers += f", {counted(found.num_phantom_tokens, 'phantom token')}"
     lines.append(
-        f"{_counted(found.num_rows, 'row')} in {_counted(found.num_files, 'file')}, "
-        f"{_counted(found.num_broken, 'broken line')}, {_counted(len(found.unread), 'file')} not read whole: "
+        f"{counted(found.num_rows, 'row')} in {counted(found.num_files, 'file')}, "
+        f"{counted(found.num_broken, 'broken line')}, {counted(len(found.unread), 'file')} not read whole: "
         f"{markers}; {rate:,.0f} rows/s"
     )
     for line in lines:
@@ -97,7 +101,3 @@ def _print(console: Console, found: CensusReport, show: int) -> None:
 
 def _more(count: int, show: int, name: str) -> list[str]:
     return [f"... {count - show} more {name}; --output FILE keeps them"] if count > show else []
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"

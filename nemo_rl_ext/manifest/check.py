@@ -101,7 +101,7 @@ class CheckReport:
 def check_manifest(
     path: str | Path, config: CheckConfig | None = None, *, on_row: Callable[[int], None] | None = None
 ) -> CheckReport:
-    """Check every line of a manifest; `on_row` is told the number of each line that is done.
+    """Check every line of a manifest; `on_row` gets the number of each line that is done.
 
     Never stops at a bad row. Raises `ManifestError` when the file itself cannot be read.
     """

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.manifest.advice import Advice
 from nemo_rl_ext.manifest.check import CheckReport
 from nemo_rl_ext.manifest.check_rules import WARNING_KINDS
@@ -56,7 +57,7 @@ def _advice(advice: Advice | None, engine: EngineModel) -> Iterator[str]:
     if advice is None:
         return
     place = f"at max_model_len {engine.max_model_len} and max_num_patches {engine.tiler.max_num_patches}"
-    rows = counted(advice.num_rows, "row with images")
+    rows = counted(advice.num_rows, "row") + " with images"
     if not advice.num_resized:
         yield f"{place} the engine re-sizes no image of {rows}, whatever its cache and version"
         return
@@ -95,9 +96,3 @@ def _forecast_table(found: CheckReport, engine: EngineModel) -> Table:
     table.add_row("rows re-sized by a later turn", f"{total['share_rows_changing']:.1%}")
     table.add_row("rows that do not fit", f"{total['share_rows_too_long']:.1%}")
     return table
-
-
-def counted(count: int, name: str) -> str:
-    """`1 row`, `2 rows`, `2 rows with images`."""
-    noun, space, rest = name.partition(" ")
-    return f"{count} {noun}{'' if count == 1 else 's'}{space}{rest}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data file is, told from its first bytes, since names lie; what cannot be read is refused by its name."""
+"""What a data file is, by its first bytes, since names lie; what cannot be read is refused by its name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def fit(
 
     Clips, cached frames and text pass through. Exits with 1, and writes nothing, when a row cannot be read.
     """
-    from nemo_rl_ext.manifest.check_output import counted
+    from nemo_rl_ext.align.wording import counted
     from nemo_rl_ext.manifest.fit import fit_manifest
     from nemo_rl_ext.manifest.measuring import CheckConfig
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.manifest.loading import MAX_ERRORS, Manifest, ManifestError, RowFault
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import load_image
@@ -49,4 +50,6 @@ def verify_media(manifest: Manifest, *, video_backend: Backend = "opencv") -> No
         faults.sort(key=lambda found: found.line)
         listed = "\n".join(f"  {found}" for found in faults[:MAX_ERRORS])
         more = f"\n  ... and {len(faults) - MAX_ERRORS} more" if len(faults) > MAX_ERRORS else ""
-        raise ManifestError(f"{manifest.path}: {len(faults)} media files cannot be used:\n{listed}{more}")
+        raise ManifestError(
+            f"{manifest.path}: {counted(len(faults), 'media file')} cannot be used:\n{listed}{more}"
+        )

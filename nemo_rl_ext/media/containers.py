@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a clip holds its own media: told by its content, never by its name.
+"""Whether a clip holds its own media: judged by its content, never by its name.
 
 Playlists and manifests (HLS, DASH, ffconcat, IMF, SDP, ...) make a decoder open the files and addresses that they name,
 past every root and every check of a network. Only containers known to hold their media are decoded.

@@ -30,7 +30,7 @@ COLORS = {
     "accuracy": "#3b9a76",
     "time": "#7f8ea3",
 }
-"""Colours that can be told apart on a light and on a dark page."""
+"""Colours that are distinct on a light and on a dark page."""
 
 
 @dataclass(frozen=True, kw_only=True)

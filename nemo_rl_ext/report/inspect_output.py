@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_ext.align.verdict import TurnReport
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.report.inspection import RowResult, Totals
 from nemo_rl_ext.report.wording import advice, why
 
@@ -82,7 +83,7 @@ class TableOutput:
                 self._say(f"{reason} x{count}: {why(reason)} {advice(reason)}".rstrip())
         rows = ", ".join(f"{totals.rows[name]} {name}" for name in STYLES if totals.rows[name]) or "none"
         media = ", ".join(f"{count} {name}" for name, count in totals.media.most_common()) or "none"
-        self._say(f"{totals.rows.total()} rows: {rows}; media: {media}")
+        self._say(f"{counted(totals.rows.total(), 'row')}: {rows}; media: {media}")
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)

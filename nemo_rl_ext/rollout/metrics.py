@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What alignment did, as a flat dict of floats per step, and the log lines that tell a first offence in full."""
+"""What alignment did, as a flat dict of floats per step, and the first occurrence of each reason in full."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import get_args
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import MediaAlignmentError, MediaKind, Reason, TurnReport, Verdict
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.rollout.errors import MaskedFractionError
 from nemo_rl_ext.rollout.turn_samples import TurnSample, TurnSamples
 
@@ -36,7 +37,9 @@ class MaskedWindow:
         if len(self._rows) < self._size or len(masked_rows) <= self.max_fraction * len(self._rows):
             return
         counts = Counter(reason for row in masked_rows for reason in set(row)).most_common()
-        story = "; ".join(f"{count} rows {reason.value} ({reason.advice})" for reason, count in counts)
+        story = "; ".join(
+            f"{counted(count, 'row')} {reason.value} ({reason.advice})" for reason, count in counts
+        )
         raise MaskedFractionError(
             f"{len(masked_rows)} of the last {len(self._rows)} rows are masked, more than "
             f"grpo.media_alignment.max_masked_fraction={self.max_fraction}: {story}"
@@ -44,8 +47,8 @@ class MaskedWindow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offence:
-    """The first time that a reason came up: its story, and the turn's report where there is one."""
+class Occurrence:
+    """The first occurrence of a reason: its story, and the turn's report where there is one."""
 
     reason: Reason
     story: str
@@ -53,7 +56,7 @@ class Offence:
 
 
 class AlignmentMetrics:
-    """Counts verdicts, reasons, bytes and log-prob gaps of one step, and logs the first offence of each reason."""
+    """Counts verdicts, reasons, bytes and log-prob gaps of one step, and logs the first occurrence of each reason."""
 
     def __init__(self, *, on_ambiguous: str = "mask", on_unalignable: str = "mask") -> None:
         self._raise_on = {
@@ -61,8 +64,8 @@ class AlignmentMetrics:
             for verdict, action in ((Verdict.AMBIGUOUS, on_ambiguous), (Verdict.UNALIGNABLE, on_unalignable))
             if action == "raise"
         }
-        self.first_offences: dict[Reason, Offence] = {}
-        self._untold: list[Offence] = []
+        self.first_occurrences: dict[Reason, Occurrence] = {}
+        self._pending: list[Occurrence] = []
         self._turns = TurnSamples()
         self.turn_samples: list[TurnSample] = []
         """A bounded choice of the turns of the step that was flushed last, for a run's `turns.jsonl`."""
@@ -85,8 +88,8 @@ class AlignmentMetrics:
     ) -> bool:
         """Count the aligned turns of one row; returns whether the row must be masked.
 
-        `masked` says that the row is masked for a reason outside its turns, told in `extra_reasons`; `row_id` is what
-        those are reported under.
+        `masked` says that the row is masked for a reason outside its turns, which `extra_reasons` gives; they are
+        reported under `row_id`.
 
         Raises:
             MediaAlignmentError: for a verdict that the configuration wants raised.
@@ -105,7 +108,7 @@ class AlignmentMetrics:
                 self._shipped[id(aligned.tensors)] = aligned.tensors
                 self._sums["bytes_shipped"] += aligned.tensors.num_bytes
             for reason in report.reasons():
-                self._note(Offence(reason=reason, story=str(report), report=report))
+                self._note(Occurrence(reason=reason, story=str(report), report=report))
             self._raise_if_asked(report)
         for reason, text in (extra_reasons or {}).items():
             report = TurnReport(
@@ -120,23 +123,23 @@ class AlignmentMetrics:
             )
             self._turns.add(AlignedTurn(tensors=None, report=report, changed=False))
             self._note(
-                Offence(reason=reason, story=f"{text}. {reason.value}: {reason.advice}", report=report)
+                Occurrence(reason=reason, story=f"{text}. {reason.value}: {reason.advice}", report=report)
             )
         self._sums["rows"] += 1
         self._sums["rows_masked"] += masked
         return masked
 
-    def _note(self, offence: Offence) -> None:
-        self._reasons[offence.reason] += 1
-        if offence.reason not in self.first_offences:
-            self.first_offences[offence.reason] = offence
-            self._untold.append(offence)
-            logger.warning("first %s: %s", offence.reason.value, offence.story)
+    def _note(self, occurrence: Occurrence) -> None:
+        self._reasons[occurrence.reason] += 1
+        if occurrence.reason not in self.first_occurrences:
+            self.first_occurrences[occurrence.reason] = occurrence
+            self._pending.append(occurrence)
+            logger.warning("first %s: %s", occurrence.reason.value, occurrence.story)
 
-    def new_offences(self) -> list[Offence]:
-        """First offences since the last call."""
-        told, self._untold = self._untold, []
-        return told
+    def new_occurrences(self) -> list[Occurrence]:
+        """First occurrences since the last call."""
+        pending, self._pending = self._pending, []
+        return pending
 
     def _raise_if_asked(self, report: TurnReport) -> None:
         verdicts = {item.verdict for item in report.media}

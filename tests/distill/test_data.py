@@ -78,7 +78,7 @@ def test_a_long_prompt_loses_its_beginning_and_is_named(tokenizer, caplog):
         short, long = encode([pair("ab", "c"), pair("0123456789", "c", line=2)], tokenizer, seq_length=6)
     assert tokenizer.decode(short.ids[:2]) == "ab"
     assert tokenizer.decode(long.ids[:-1]) == "6789c" and long.response_start == 4
-    assert "1 prompt(s) cut" in caplog.text and "training.jsonl:2 (10 -> 4 tokens)" in caplog.text
+    assert "1 prompt cut" in caplog.text and "training.jsonl:2 (10 -> 4 tokens)" in caplog.text
 
 
 def test_a_long_prompt_can_be_an_error(tokenizer):
@@ -94,7 +94,7 @@ def test_a_response_that_does_not_fit_is_named_and_never_cut(tokenizer, caplog):
     with caplog.at_level(logging.WARNING, logger="nemo_rl_ext"):
         (row,) = encode(records, tokenizer, seq_length=11, on_long_response="skip")
     assert row.where == "training.jsonl:2"
-    assert "1 pair(s) skipped" in caplog.text and "training.jsonl:1" in caplog.text
+    assert "1 pair skipped" in caplog.text and "training.jsonl:1" in caplog.text
 
 
 def test_an_output_that_is_only_eos_is_empty(tokenizer):

@@ -49,7 +49,7 @@ def test_two_swapped_ids_at_equal_size_are_found_and_printed(tokenizer_dir):
     with pytest.raises(vocab.VocabularyMismatch) as error:
         vocab.require_same(student, teacher, student_name="S", teacher_name="T")
     message = str(error.value)
-    assert "2 id(s) differ (student has 268 tokens, teacher 268)" in message
+    assert "2 ids that differ (student has 268 tokens, teacher 268)" in message
     assert f"id {a}: student 'a', teacher 'b'" in message
     assert f"id {b}: student 'b', teacher 'a'" in message
 

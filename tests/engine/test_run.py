@@ -187,10 +187,10 @@ def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, i
     assert record["alignment/rows"] == 40
     assert record["alignment/rows_masked"] == 4
     assert record["alignment/reason/generation_failed"] == 4
-    (offence,) = [
+    (occurrence,) = [
         json.loads(line)
         for line in (config.logger.log_dir / "offences.jsonl").read_text().splitlines()
         if json.loads(line)["reason"] == "generation_failed"
     ]
-    assert victim.name in offence["story"]
-    assert f"train.jsonl:{broken}" in offence["story"]
+    assert victim.name in occurrence["story"]
+    assert f"train.jsonl:{broken}" in occurrence["story"]

@@ -130,10 +130,10 @@ def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_na
         assert record["alignment/logprob_gap_video_max"] < 5e-4
         assert record["alignment/logprob_gap_matched_max"] < 5e-4
     assert {"eval/accuracy", "eval/accuracy_image", "eval/accuracy_text", "eval/accuracy_video"} <= set(last)
-    (offence,) = [
+    (occurrence,) = [
         json.loads(line)
         for line in (tmp_path / "run" / "offences.jsonl").read_text().splitlines()
         if json.loads(line)["reason"] == "generation_failed"
     ]
-    assert "train-00060" in offence["story"] and "mixed.jsonl:25" in offence["story"]
-    assert "maximum context length" in offence["story"]
+    assert "train-00060" in occurrence["story"] and "mixed.jsonl:25" in occurrence["story"]
+    assert "maximum context length" in occurrence["story"]

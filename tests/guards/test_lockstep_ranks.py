@@ -106,7 +106,7 @@ def test_zeroing_it_keeps_micro_batches_equal_and_the_loss_of_one_process(ran):
     result, log = ran["short row, zeroed"]
     assert_equals_one_process(result)
     assert result["micro_batches"] == [2, 2]
-    assert "1 of 2 row(s) have fewer than 32 loss tokens" in log
+    assert "1 of 2 rows have fewer than 32 loss tokens" in log
 
 
 def test_sequence_shards_decide_together_by_the_whole_row(ran):

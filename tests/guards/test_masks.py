@@ -80,7 +80,7 @@ def test_warning_and_counters_name_rows(caplog):
         guard.padded(make_mask(), row_ids=["a", "b", "c", "d", "e"])
         guard.padded(make_mask([40, 40]))
     assert len(caplog.records) == 1
-    assert "2 of 5 row(s) have fewer than 32 loss tokens (row: tokens a: 31, e: 1)" in caplog.text
+    assert "2 of 5 rows have fewer than 32 loss tokens (row: tokens a: 31, e: 1)" in caplog.text
     assert guard.metrics() == {
         "guards/loss_mask_rows": 7.0,
         "guards/loss_mask_rows_zeroed": 2.0,

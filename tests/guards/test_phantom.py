@@ -37,7 +37,7 @@ def test_the_seeds_own_string_is_one_phantom(nemotron_tokenizer, media):
     ids = nemotron_tokenizer.encode(SEED_STRING, add_special_tokens=False)
     report = find_phantoms(ids, media)
     assert report.num_tokens == 1 and ids[report.offsets[0]] == IMG
-    assert "1 phantom media token(s) at 5" in report.describe()
+    assert "1 phantom media token at 5" in report.describe()
 
 
 HEALTHY = {
@@ -111,7 +111,7 @@ def test_supervised_rows_are_dropped_with_a_warning_that_names_example_and_count
         rows = [guard.check(f"ex-{i}", ids) for i, ids in enumerate([[TEXT], [IMG, TEXT, IMG], [TEXT, TEXT]])]
     assert [r.keep for r in rows] == [True, False, True]
     assert len(caplog.records) == 1
-    assert "'ex-1': 2 phantom media token(s) at 0, 2; row dropped" in caplog.text
+    assert "'ex-1': 2 phantom media tokens at 0, 2; row dropped" in caplog.text
     assert guard.metrics()["guards/phantom_rows_dropped"] == 1
     assert guard.metrics()["guards/phantom_tokens"] == 2
 

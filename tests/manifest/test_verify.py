@@ -49,7 +49,7 @@ def test_a_file_that_does_not_decode_is_named_with_its_first_line(
     with pytest.raises(ManifestError) as caught:
         verify_media(load_manifest(path))
     text = str(caught.value)
-    assert "1 media files cannot be used" in text
+    assert "1 media file cannot be used" in text
     assert f"{path}:2: responses_create_params.input.0.content.1: " in text
     assert name in text
 

@@ -113,7 +113,7 @@ def run_dir(tmp_path) -> Path:
         "media": [medium("media/gone.png", (100, 100), grid=None, verdict="unalignable")],
     }
     write_lines(folder / "turns.jsonl", [turn, {**turn, "step": 5}, masked])
-    offence = {
+    occurrence = {
         "step": 2,
         "reason": "resized",
         "story": "row 'row-7': the whole story",
@@ -121,6 +121,6 @@ def run_dir(tmp_path) -> Path:
         "turn": 0,
         "media": [medium("media/a.png", (230, 1248))],
     }
-    gone = {**offence, "reason": "run_count", "row_id": "row-9", "media": masked["media"]}
-    write_lines(folder / "offences.jsonl", [offence, gone])
+    gone = {**occurrence, "reason": "run_count", "row_id": "row-9", "media": masked["media"]}
+    write_lines(folder / "offences.jsonl", [occurrence, gone])
     return folder

@@ -66,9 +66,9 @@ def test_text_of_manifests_and_rollouts_is_escaped(run_dir):
         record |= {"row_id": hostile, "detail": hostile, "reasons": [hostile]}
         record["media"][0] |= {"source": hostile}
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    offences = run_dir / "offences.jsonl"
-    offences.write_text(
-        offences.read_text().replace("the whole story", hostile).replace("run_count", hostile)
+    occurrences = run_dir / "offences.jsonl"
+    occurrences.write_text(
+        occurrences.read_text().replace("the whole story", hostile).replace("run_count", hostile)
     )
     text = write_report(run_dir).read_text(encoding="utf-8")
     assert "<script>alert" not in text and "<img src=x" not in text

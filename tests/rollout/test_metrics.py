@@ -56,7 +56,7 @@ def test_one_step_is_counted_under_the_fixed_names():
     assert metrics.flush()["alignment/rows"] == 0
 
 
-def test_the_first_offence_of_each_reason_is_told_in_full_and_only_once(caplog):
+def test_the_first_occurrence_of_each_reason_is_logged_in_full_and_only_once(caplog):
     metrics = AlignmentMetrics()
     with caplog.at_level(logging.WARNING, logger="nemo_rl_ext"):
         for _ in range(3):

@@ -81,4 +81,4 @@ def test_a_row_that_is_masked_or_split_outside_its_turns_is_written_down_too():
     assert "train.jsonl:7" in first.report.detail
     told = {sample.report.reasons() for sample in (second, third)}
     assert told == {(Reason.RESIZED,), (Reason.EARLIER_TURN_RESIZED,)}
-    assert metrics.first_offences[Reason.GENERATION_FAILED].report.row_id == "long"
+    assert metrics.first_occurrences[Reason.GENERATION_FAILED].report.row_id == "long"

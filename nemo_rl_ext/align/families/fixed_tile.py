@@ -27,6 +27,7 @@ from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.pixels import resize_and_normalize
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
 from nemo_rl_ext.align.verdict import Fault, MediaAlignmentError, MediaKind, Reason
+from nemo_rl_ext.align.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class FixedTileFamily:
         self, runs: PlaceholderRuns, texts: Sequence[str] | None, items: Sequence[MediaItem]
     ) -> list[Seen] | Fault:
         if len(runs) != len(items):
-            return Fault(Reason.RUN_COUNT, f"{len(items)} runs expected, {len(runs)} found")
+            return Fault(Reason.RUN_COUNT, f"{counted(len(items), 'run')} expected, {len(runs)} found")
         return [Seen(lengths=(length,)) for length in runs.lengths.tolist()]
 
     def static(self, items: Sequence[MediaItem]) -> tuple[Geometry, ...]:
