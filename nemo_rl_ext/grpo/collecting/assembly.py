@@ -159,7 +159,13 @@ def _keep_row(conversation: Conversation, grammars: Sequence[Grammar]) -> None:
     text = conversation.prompt[~np.isin(conversation.prompt, media)]
     nothing = np.empty(0, np.int32)
     conversation.turns.append(
-        EngineTurn(prompt_token_ids=text, token_ids=nothing, logprobs=nothing.astype(np.float32), num_media=0)
+        EngineTurn(
+            prompt_token_ids=text,
+            token_ids=nothing,
+            logprobs=nothing.astype(np.float32),
+            num_media=0,
+            weight_versions=(),
+        )
     )
 
 

@@ -13,13 +13,14 @@ import logging
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nemo_rl_ext.grpo.collecting.player import Sampling
+from nemo_rl_ext.grpo.collecting.player import Sampling, request_seed
 from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult
@@ -60,13 +61,14 @@ class Completions:
                 f"messages: expected a list with at least one message, got {type(messages).__name__}"
             )
         chat, images = self._chat(messages)
+        prompt = self.renderer.chat(chat)
         request = GenerationRequest(
             name=str(body.get("user") or "chat"),
-            prompt_token_ids=self.renderer.chat(chat),
+            prompt_token_ids=prompt,
             images=images,
             max_new_tokens=self._max_new_tokens(body),
             temperature=float(_given(body.get("temperature"), self.sampling.temperature)),
-            seed=body.get("seed"),
+            seed=seed_of_turn(body.get("seed"), prompt),
             allowed_token_ids=self.sampling.allowed_token_ids,
             banned_token_ids=self.sampling.banned_token_ids,
         )
@@ -136,6 +138,17 @@ class Completions:
                 "total_tokens": len(result.prompt_token_ids) + len(token_ids),
             },
         }
+
+
+def seed_of_turn(seed: Any, prompt: np.ndarray) -> int | None:
+    """A seed of its own for every turn of a rollout, from the one that an agent sends with all of them.
+
+    Turns that drew with the same noise would not be independent, and their log-probs not those of the distribution
+    that they were drawn from.
+    """
+    return (
+        None if seed is None else request_seed(int(seed), zlib.crc32(np.asarray(prompt, np.int32).tobytes()))
+    )
 
 
 def _given(value: Any, default: Any) -> Any:

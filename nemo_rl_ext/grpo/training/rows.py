@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ class TrainingRow(PolicyRow):
     """One training sequence: ids, which of them were sampled and with what log-prob, and what the loss makes of them.
 
     `engine_logprobs` is float32 `[tokens]`, 0 where nothing was sampled. A masked row runs through the forward with
-    weight 0. `generation` is its rollout's number in the prompt group, `versions` the weights that drew its samples.
+    weight 0. `generation` is its rollout's number in the prompt group, `rollout` its number in the step: a conversation
+    that was split has several rows of one rollout. `versions` are the weights that drew its samples.
     """
 
     token_ids: torch.Tensor
@@ -31,6 +33,7 @@ class TrainingRow(PolicyRow):
     repaired: bool = False
     versions: frozenset[int] = frozenset()
     generation: int = 0
+    rollout: int = 0
     where: str = ""
 
 
@@ -38,22 +41,26 @@ def training_rows(
     groups: Sequence[PromptGroup], *, normalize: bool, allowed_token_ids: TokenSet | None = None
 ) -> list[TrainingRow]:
     """The rows of prompt groups, in order; advantages are relative to the group, divided by its deviation if asked."""
-    return [
-        row_of(
-            segment,
-            allowed_token_ids=allowed_token_ids,
-            advantage=advantage,
-            masked=rollout.masked,
-            repaired=number in rollout.repaired_segments,
-            generation=generation,
-            where=group.row.where,
-        )
-        for group in groups
-        for generation, (rollout, advantage) in enumerate(
-            zip(group.rollouts, group.advantages(normalize=normalize).tolist(), strict=True)
-        )
-        for number, segment in enumerate(rollout.segments)
-    ]
+    rows: list[TrainingRow] = []
+    numbers = itertools.count()
+    for group in groups:
+        advantages = group.advantages(normalize=normalize).tolist()
+        for generation, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
+            rollout_number = next(numbers)
+            rows += [
+                row_of(
+                    segment,
+                    allowed_token_ids=allowed_token_ids,
+                    advantage=advantage,
+                    masked=rollout.masked,
+                    repaired=number in rollout.repaired_segments,
+                    generation=generation,
+                    rollout=rollout_number,
+                    where=group.row.where,
+                )
+                for number, segment in enumerate(rollout.segments)
+            ]
+    return rows
 
 
 def row_of(segment: Segment, **about: Any) -> TrainingRow:

@@ -49,7 +49,7 @@ def train_step(
     weights *= torch.tensor([[0.0 if row.masked else 1.0] for row in rows])
     num_tokens = int((weights > 0).sum())
     if not loss.token_level_loss:
-        weights /= weights.sum(-1, keepdim=True).clamp(min=1.0)
+        weights /= tokens_of_rollout(rows, weights).clamp(min=1.0)
     scale = max(float(weights.sum()), 1.0)
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
 
@@ -78,6 +78,13 @@ def train_step(
         "train/num_tokens": float(num_tokens),
         "train/num_sequences": float(len(rows)),
     }
+
+
+def tokens_of_rollout(rows: Sequence[TrainingRow], weights: torch.Tensor) -> torch.Tensor:
+    """Trained tokens of each row's whole rollout, `[rows, 1]`: a conversation in several sequences counts once."""
+    rollouts = torch.tensor([row.rollout for row in rows])
+    totals = torch.zeros(int(rollouts.max()) + 1, dtype=weights.dtype)
+    return totals.index_add_(0, rollouts, weights.sum(-1))[rollouts][:, None]
 
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
