@@ -129,8 +129,8 @@ def videos(effort: Effort) -> Table:
         label = f"{name}, {clip.size[1]}x{clip.size[0]}, {clip.total_num_frames} frames"
         cases[label] = alternate(contenders, rounds=effort.rounds, least_s=0.2, clock=clock)
     caption = (
-        f"{NUM_FRAMES} frames spread over the clip; CPU time of this process and of the child that `load_video` decodes "
-        "in, which a clip may hang or crash. The child uses one thread, vLLM's loader all cores. "
+        f"{NUM_FRAMES} frames spread over the clip; CPU time of this process and of the child that `load_video` "
+        "decodes in, which a clip may hang or crash. The child uses one thread, vLLM's loader all cores. "
         "decord seeks, and gives other frames than the engine for a third of the clips in docs/media.md."
     )
     return timing_table(cases, "clip", caption)
