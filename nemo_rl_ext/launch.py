@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__" and sys.path[:1] == [str(Path(__file__).resolve().parent)]:
+if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # Run by its path: the rooms of this package must not hide modules of other names, and the package must be found.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
