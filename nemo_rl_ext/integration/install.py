@@ -14,6 +14,7 @@ from nemo_rl_ext.integration.in_process import bind, install_in_process, wrap
 from nemo_rl_ext.integration.known_processor import check_processor
 from nemo_rl_ext.integration.probe import probe
 from nemo_rl_ext.integration.processor import sync_chat_template
+from nemo_rl_ext.integration.reattach import with_sums
 from nemo_rl_ext.integration.recipe_checks import check_recipe, takes_mixed_sizes
 from nemo_rl_ext.integration.settings import (
     ACTOR_KEY,
@@ -46,6 +47,7 @@ def install_driver() -> bool:
         logger.info("%s", line)
     install_in_process()
 
+    import nemo_rl.algorithms.grpo as grpo
     import nemo_rl.algorithms.utils as tokenizers
     import nemo_rl.environments.nemo_gym as nemo_gym
     from nemo_rl.data.datasets.response_datasets import DATASET_REGISTRY
@@ -55,6 +57,8 @@ def install_driver() -> bool:
 
     wrap(tokenizers, "get_tokenizer", with_synced_template)
     wrap(nemo_gym, "setup_nemo_gym_config", with_settings)
+    if hasattr(grpo, "aggregate_rollout_metrics"):
+        wrap(grpo, "aggregate_rollout_metrics", with_sums)
     _bind_actor(nemo_gym)
     for name in ("nemo_gym_data_processor", RowProcessor.name):
         if not isinstance(PROCESSOR_REGISTRY.get(name), RowProcessor):

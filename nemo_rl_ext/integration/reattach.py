@@ -7,7 +7,7 @@ Each function makes the replacement of one function of NeMo-RL out of the origin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,22 @@ def group_with_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         return group
 
     return postprocess
+
+
+def with_sums(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `grpo.aggregate_rollout_metrics`: counts of a step's prompt groups, which it averages, are summed as well.
+
+    `alignment/<name>/sum` is what the embedded run calls `alignment/<name>`.
+    """
+
+    def aggregate(per_group_metrics: Mapping[str, Sequence[float]], *args: Any, **options: Any) -> Any:
+        aggregated = original(per_group_metrics, *args, **options)
+        for key, values in per_group_metrics.items():
+            if key.startswith("alignment/"):
+                aggregated[f"{key}/sum"] = float(sum(values))
+        return aggregated
+
+    return aggregate
 
 
 def _zero_loss(batch: MutableMapping[str, Any], neutral: Sequence[bool]) -> None:

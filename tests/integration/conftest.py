@@ -235,6 +235,7 @@ def nemo_rl_shapes(monkeypatch, nemo_rl_tree, processor):
         NEMOTRON_VIDEO_PROCESSOR_NAMES=names,
         _inject_vllm_mm_processor_kwargs=lambda row, kwargs: row.setdefault("kwargs", {}).update(kwargs),
     )
+    module("algorithms.grpo", aggregate_rollout_metrics=averages)
     module(
         "algorithms.utils",
         get_tokenizer=lambda config, get_processor=False: processor if get_processor else processor.tokenizer,
@@ -314,6 +315,10 @@ def gym_datum(datum_dict, task_data_spec, tokenizer, max_seq_length, idx):
     if task_data_spec is not None and '"input_video"' not in datum_dict["extra_env_info"]:
         raise ValueError("static video in every row")
     return {"message_log": [{"role": "user", "token_ids": torch.tensor([])}], "datum": datum_dict}
+
+
+def averages(per_group_metrics):
+    return {key: sum(values) / len(values) for key, values in per_group_metrics.items()}
 
 
 def attach_static(target_message_log, source_message_log):

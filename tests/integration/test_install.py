@@ -61,6 +61,13 @@ def test_the_driver_is_bound_once_and_given_back(nemo_rl_shapes, caplog):
     assert not is_wrapped(nemo_gym.setup_nemo_gym_config)
 
 
+def test_counts_of_a_step_are_summed_as_well_as_averaged(nemo_rl_shapes):
+    assert install.install_driver()
+    grpo = sys.modules["nemo_rl.algorithms.grpo"]
+    found = grpo.aggregate_rollout_metrics({"alignment/rows": [2.0, 4.0], "reward": [1.0, 3.0]})
+    assert found == {"alignment/rows": 3.0, "alignment/rows/sum": 6.0, "reward": 2.0}
+
+
 def test_it_stands_aside_for_a_nemo_rl_that_aligns(nemo_rl_shapes, nemo_rl_tree, caplog):
     with (nemo_rl_tree / "experience" / "rollouts.py").open("a") as file:
         file.write('ROLLOUT_MATCHED_MEDIA_KEY = "x"\n')

@@ -173,3 +173,15 @@ def test_unpickling_a_record_installs_the_hooks(family):
     rollout([6], family)
     assert is_wrapped(rollouts._reattach_static_multimodal_payloads_to_result)
     assert is_wrapped(rollouts._postprocess_single_nemo_gym_group)
+
+
+def test_nemo_rls_own_aggregation_averages_and_ours_adds_sums():
+    from nemo_rl.algorithms.grpo import aggregate_rollout_metrics
+
+    from nemo_rl_ext.integration.reattach import with_sums
+
+    groups = {"alignment/rows": [2.0, 4.0], "alignment/media_repaired": [0.0, 3.0], "reward/max": [1.0, 3.0]}
+    own = aggregate_rollout_metrics(groups)
+    found = with_sums(aggregate_rollout_metrics)(groups)
+    assert own == {"alignment/rows": 3.0, "alignment/media_repaired": 1.5, "reward/max": 3.0}
+    assert found == own | {"alignment/rows/sum": 6.0, "alignment/media_repaired/sum": 3.0}
