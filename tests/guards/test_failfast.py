@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from nemo_rl_ext.guards.failfast import fail_fast
+from nemo_rl_ext.guards.failfast import fail_fast, flush_on_exit
 
 
 def run(script, *arguments, timeout=60, **environment):
@@ -166,67 +166,176 @@ def test_children_do_not_outlive_the_process():
     assert code == 1 and not left_behind
 
 
-JOB = """
-    import datetime, multiprocessing, socket, sys, time
-    import torch, torch.distributed as dist
-    from nemo_rl_ext.guards.failfast import fail_fast
-    torch.set_num_threads(1)
-    MODE, CULPRIT = {mode!r}, {culprit}
-
-    def body(rank, port):
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=4,
-                                timeout=datetime.timedelta(seconds=4))
-        for step in range(5):
-            if rank == CULPRIT and step == 1:
-                raise ValueError(f"rank {{rank}} met a bad row")
-            dist.all_reduce(torch.ones(8))
-
-    def rank_main(rank, port):
-        if MODE == "guarded":
-            with fail_fast():
-                body(rank, port)
-            assert not dist.is_initialized()
-            return
-        try:
-            body(rank, port)
-        finally:
-            dist.barrier()
-            dist.destroy_process_group()
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(r, port)) for r in range(4)]
-    for p in ranks: p.start()
-    for p in ranks: p.join()
-    print([p.exitcode for p in ranks])
-"""
+def run_in_background(script, **environment):
+    """Start a script whose standard output nobody reads."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 2], ids=["rank 0, which hosts the store", "rank 2"])
-def test_four_gloo_ranks_are_gone_with_only_the_culprits_traceback(culprit):
-    code, out, err, left_behind = run(JOB.format(mode="guarded", culprit=culprit), timeout=120)
-    assert out == "[1, 1, 1, 1]\n" and code == 0 and not left_behind, err
-    assert err.count("Traceback (most recent call last)") == 1, err
-    assert f"ValueError: rank {culprit} met a bad row\n" in err
-    for victim in {0, 1, 2, 3} - {culprit}:
-        assert f"rank {victim} exits because rank {culprit} on " in err, err
-    assert "imed out" not in err
+def test_a_full_pipe_does_not_keep_the_process_alive_and_the_traceback_comes_first():
+    process = run_in_background("""
+        import sys
+        from nemo_rl_ext.guards.failfast import fail_fast
+        sys.stdout = open(1, "w", buffering=1 << 22)
+        with fail_fast():
+            sys.stdout.write("nobody reads this" * 100_000)
+            raise ValueError("bad row 17")
+    """)
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read().rstrip().endswith("ValueError: bad row 17")
+    process.communicate()
 
 
-@pytest.mark.slow
-def test_a_graceful_teardown_waits_for_the_collective_timeout():
-    _, out, err, left_behind = run(JOB.format(mode="graceful", culprit=2), timeout=120)
-    assert "imed out" in err and not left_behind
-    assert out == "[1, 1, 1, 1]\n"
+def test_both_streams_full_still_ends():
+    process = run_in_background("""
+        import os, threading
+        from nemo_rl_ext.guards.failfast import fail_fast
+        os.dup2(1, 2)
+        filling = threading.Thread(target=lambda: os.write(1, b"x" * 10_000_000), daemon=True)
+        filling.start()
+        with fail_fast(exit_code=9):
+            filling.join(0.5)
+            raise ValueError("nowhere to go")
+    """)
+    assert process.wait(timeout=60) == 9
+    process.communicate()
 
 
-@pytest.mark.slow
-def test_four_gloo_ranks_end_cleanly_and_tear_down():
-    code, out, err, left_behind = run(JOB.format(mode="guarded", culprit=None), timeout=120)
-    assert out == "[0, 0, 0, 0]\n" and code == 0 and not left_behind, err
-    assert "Traceback" not in err
+UNREADABLE = {
+    "raises": "raise RuntimeError('no text')",
+    "exits": "raise SystemExit(0)",
+    "interrupts": "raise KeyboardInterrupt",
+    "hangs": "__import__('threading').Event().wait()",
+    "no string": "return 7",
+    "itself": "raise self",
+    "recurses": "return str(self)",
+}
+
+
+@pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
+def test_an_exception_whose_text_cannot_be_read_is_reported_by_its_class(body):
+    code, _, err, _ = run(f"""
+        from nemo_rl_ext.guards.failfast import fail_fast
+        class OddError(Exception):
+            def __str__(self): {body}
+            __repr__ = __str__
+        def failing_function(): raise OddError
+        with fail_fast(exit_code=5): failing_function()
+    """)
+    assert code == 5 and "fatal error on " in err
+    assert "in failing_function" in err and "OddError" in err.rstrip().splitlines()[-1], err
+
+
+def test_a_report_without_end_is_cut():
+    code, _, err, _ = run(SYNC.format(body="raise ValueError('x' * 2_000_000 + ' end of text')"))
+    assert code == 1 and len(err) < 400_000 and err.endswith("end of text\n") and "characters left out" in err
+
+
+def test_an_error_in_a_background_thread_is_fatal_and_a_handler_of_it_still_runs():
+    script = """
+        import sys, threading, time
+        from nemo_rl_ext.guards.failfast import fail_fast
+        threading.excepthook = lambda args: print("own hook:", args.exc_value, flush=True)
+        def work(): {body}
+        with fail_fast(exit_code=6):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            print("went on", flush=True)
+        assert threading.excepthook.__name__ == "<lambda>"
+    """
+    code, out, err, _ = run(script.format(body="raise ValueError('in a thread')"))
+    assert code == 6 and out == "own hook: in a thread\n" and err.rstrip().endswith("ValueError: in a thread")
+    code, out, err, _ = run(script.format(body="sys.exit(3)"))
+    assert (code, out, err) == (0, "went on\n", "")
+
+
+def test_a_thread_of_a_forked_child_does_not_speak_for_its_rank():
+    code, out, err, _ = run("""
+        import multiprocessing, threading
+        from nemo_rl_ext.guards.failfast import fail_fast
+        def work(): raise ValueError("in a data loader")
+        def child():
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        with fail_fast():
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+            process.join()
+            print("went on", process.exitcode)
+    """)
+    assert (code, out) == (0, "went on 0\n") and "fatal error" not in err and "in a data loader" in err
+
+
+def test_an_interrupt_during_the_report_ends_the_process_as_well():
+    code, _, _, _ = run("""
+        import _thread, threading, time
+        from nemo_rl_ext.guards.failfast import fail_fast
+        def interrupt():
+            time.sleep(0.2)
+            _thread.interrupt_main()
+            return time.sleep(60)
+        with fail_fast(exit_code=4, flush=(interrupt,)):
+            raise ValueError("x")
+    """)
+    assert code == 4
+
+
+def test_what_is_registered_is_flushed_from_anywhere(tmp_path):
+    script = f"""
+        from nemo_rl_ext.guards.failfast import fail_fast, flush_on_exit
+        lost = open({str(tmp_path / "lost")!r}, "w")
+        kept = flush_on_exit(open({str(tmp_path / "kept")!r}, "w"))
+        @flush_on_exit
+        def counts(): open({str(tmp_path / "called")!r}, "w").write("yes")
+        with fail_fast():
+            lost.write("buffered")
+            kept.write("buffered")
+            raise RuntimeError("x")
+    """
+    assert run(script)[0] == 1
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "lost": "",
+        "kept": "buffered",
+        "called": "yes",
+    }
+    with pytest.raises(TypeError, match="a callable or an object with flush"):
+        flush_on_exit(7)
+
+
+def test_a_rank_without_a_number_is_not_called_rank_0():
+    script = SYNC.format(body="raise ValueError('x')").replace("fail_fast()", "fail_fast({})")
+    environment = {
+        name: "" for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+    }
+    _, _, err, _ = run(script.format(""), **environment)
+    assert "fatal error on an unknown rank (process 'MainProcess'), host " in err
+    _, _, err, _ = run(script.format("rank=3"), **environment)
+    assert "fatal error on rank 3, host " in err
+    _, _, err, _ = run(script.format(""), **{**environment, "SLURM_PROCID": "5"})
+    assert "fatal error on rank 5, host " in err
+
+
+def test_torchruns_error_file_holds_the_traceback(tmp_path):
+    import json
+
+    for body in ("raise ValueError('x')", "raise type('Odd', (Exception,), dict(__str__=lambda s: 1 / 0))()"):
+        path = tmp_path / "error.json"
+        assert run(SYNC.format(body=body), TORCHELASTIC_ERROR_FILE=str(path))[0] == 1
+        text = json.dumps(json.loads(path.read_text()))
+        assert "in main" in text, text
+        path.unlink()
+
+
+def test_a_crash_in_native_code_leaves_its_python_traceback():
+    code, _, err, _ = run(SYNC.format(body="import ctypes; ctypes.string_at(0)"))
+    assert code == -signal.SIGSEGV and "Segmentation fault" in err and "in main" in err
 
 
 @pytest.mark.slow
