@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a distillation run: YAML, ``key=value`` overrides and command-line flags, weakest
-first."""
+"""Configuration of a distillation run: a YAML file, under ``key=value`` overrides, under command-line flags."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def split_sequence(ranks: Ranks, valid: Tensor) -> Iterator[None]:
 
 
 class _GatherSequence(torch.autograd.Function):
-    """``[..., shard, dim]`` -> ``[..., sequence, dim]``; the gradient is summed over ranks, then cut
-    again."""
+    """``[..., shard, dim]`` -> ``[..., sequence, dim]``; gradients are summed over ranks, then cut again."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, ranks: Ranks) -> Tensor:

@@ -175,8 +175,7 @@ class Trainer:
         return result
 
     def accumulate(self, batch: Sequence[Row]) -> StepResult:
-        """Leave the exact gradient of a global batch's mean token loss in ``.grad``, the same on every
-        rank."""
+        """Leave the gradient of a global batch's mean token loss in ``.grad``, exact and equal on all ranks."""
         # Every rank knows the whole batch, so the one divisor of the step needs no communication.
         tokens = sum(row.num_response_tokens for row in batch)
         self.optimizer.zero_grad(set_to_none=True)

@@ -48,8 +48,10 @@ def encode_media(
 
 
 def unpatchify(patches: torch.Tensor, frames: int, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of `align.pixels.patchify`: `[frames * rows * columns, 3 * patch_size**2]` to
-    `[frames, 3, height, width]`."""
+    """The inverse of `align.pixels.patchify`.
+
+    `[frames * rows * columns, 3 * patch_size**2]` becomes `[frames, 3, height, width]`.
+    """
     patch = round((patches.shape[1] // 3) ** 0.5)
     pixels = patches.reshape(frames, rows, columns, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
     return pixels.reshape(frames, 3, rows * patch, columns * patch)

@@ -50,8 +50,9 @@ class StoredRow:
 def stored_rows(
     path: Path, encode: Encode, grammars: Sequence[Grammar]
 ) -> Iterator[StoredRow | tuple[int, str]]:
-    """Every rollout of a JSONL file, plain or compressed, one line in memory at a time; (line, problem) for a line that
-    holds none.
+    """Every rollout of a JSONL file, plain or compressed, one line in memory at a time.
+
+    A line that holds none gives (line, problem).
 
     `encode` is used where a row holds text in the place of token ids. A tool result that is nothing but an image's URL
     is an image where the turn's ids hold a run for it, by `grammars`, else text.

@@ -52,26 +52,24 @@ class GymError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class GymConfig:
-    """What to start.
-
-    venv: Gym's environment, as built by `make gym`.
-    root: folder with our `resources_servers` and `responses_api_models`.
-    config_paths: Gym configuration files of agents and verifiers; relative ones are looked up in `root`, then in Gym.
-    base_url: the engine's OpenAI-compatible endpoint, ending in `/v1`.
-    model_name: the name that the endpoint knows its model by.
-    run_dir: where Gym works and logs; kept.
-    overrides: further `key=value` overrides of Gym's configuration.
-    start_timeout_s: seconds until every server must answer; a start that fails is tried twice more.
-    """
+    """What to start."""
 
     venv: Path
+    """Gym's environment, as built by `make gym`."""
     root: Path
+    """Folder with our `resources_servers` and `responses_api_models`."""
     config_paths: Sequence[Path | str]
+    """Gym configuration files of agents and verifiers; relative ones are looked up in `root`, then in Gym."""
     base_url: str
+    """The engine's OpenAI-compatible endpoint, ending in `/v1`."""
     model_name: str
+    """The name that the endpoint knows its model by."""
     run_dir: Path
+    """Where Gym works and logs; kept."""
     overrides: Sequence[str] = ()
+    """Further `key=value` overrides of Gym's configuration."""
     start_timeout_s: float = 300.0
+    """Seconds until every server must answer; a start that fails is tried twice more."""
 
 
 class GymServers:
