@@ -4,7 +4,7 @@
 python -m benchmarks                    every one of the default run, each in a process of its own
 python -m benchmarks runs repair        some of them
 python -m benchmarks --publish          all, and write docs/benchmarks.md, its JSON and its plot
-python -m benchmarks arms --steps 80    a longer study, with its own options: arms, fuzz, guards_*, distill_*
+python -m benchmarks arms --steps 80    a longer study, with its own options: arms, fuzz, oracle, guards_*, distill_*
 """
 
 from __future__ import annotations
