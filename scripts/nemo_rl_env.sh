@@ -6,6 +6,8 @@
 #
 # NEMO_RL_VENV    where the environment goes; default .venv-nemo-rl in the checkout
 # NEMO_RL_PYTHON  a CPython 3.13 to build it with; found by itself when unset
+# ENGINE_PYTHON   python of an environment with vLLM; default .venv in the checkout, built if it is not there
+# GYM_VENV        environment of NeMo-Gym; default .venv-gym in the checkout, built if it is not there
 # ARGS            further arguments of pytest
 #
 # The checkout is read from a copy, because importing it and running its tests write into the tree. A second run does
@@ -72,6 +74,16 @@ if ! is_current; then
     "$venv/bin/python" -m pip install -qq --no-deps -r "$lock"
     key >"$venv/.key"
     rm -f "$venv/.building"
+fi
+
+# Some tests run a real engine, and NeMo-Gym's own servers, each in an environment of its own.
+if [ -z "${ENGINE_PYTHON:-}" ] && [ ! -x "$root/.venv/bin/python" ]; then
+    say "building the engine's environment in $root/.venv (ENGINE_PYTHON=path names another)"
+    "$root/scripts/setup.sh" "$root/.venv"
+fi
+if [ -z "${GYM_VENV:-}" ] && [ ! -x "$root/.venv-gym/bin/gym" ]; then
+    say "building NeMo-Gym's environment in $root/.venv-gym (GYM_VENV=dir names another)"
+    "$root/scripts/gym_env.sh"
 fi
 
 copy=$(mktemp -d "${TMPDIR:-/tmp}/nemo-rl.XXXXXX")

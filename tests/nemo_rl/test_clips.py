@@ -155,14 +155,19 @@ def test_clips_through_actor_collector_buffer_and_batch(
     """Four clips as the engine may have seen them, beside images and text, in packed micro-batches."""
     monkeypatch.setenv("NEMO_RL_VIDEO_MEDIA_ROOT", str(tmp_path))
     own = {case: in_nemo_rl(clip_processor, *what) for case, what in CASES.items()}
+
+    def ids(text, num_tokens):
+        text += "<image>" * num_tokens + "</img>" * bool(num_tokens)
+        return clip_processor.tokenizer(text)["input_ids"]
+
     clip = video_row(tmp_path, frames=NUM_FRAMES, height=SIZE[0], width=SIZE[1])
     clip["edge_prompts"] = [made["input_ids"][0].tolist() for made in own.values()]
     rows = write_rows(
         tmp_path / "rows.jsonl",
         [
             clip,
-            image_row(urls([SIZE]), [[50], [18], [50], [18]], id="image"),
-            image_row([], [[]], id="text"),
+            image_row(urls([SIZE]), [], id="image", edge_prompts=[ids("<img>", 50), ids("<img>", 18)]),
+            image_row([], [], id="text", edge_prompts=[ids("no image", 0)]),
         ],
     )
     config = video_recipe(
