@@ -169,10 +169,15 @@ def test_a_row_that_cannot_be_sent_is_masked(agent, fields, error):
     assert bad.masked and re.search(error, bad.error) and not good.masked
 
 
-def test_an_answer_of_no_tokens_is_kept(agent):
-    agent.reply = lambda row: (200, result(message(text="", generated=(), log_probs=()), reward=0.0))
+def test_an_answer_of_no_tokens_is_no_turn(agent):
+    """Nothing was sampled in it, and NeMo-RL counts none either; a row of nothing else is masked and says so."""
+    empty = message(text="", generated=(), log_probs=())
+    agent.reply = lambda row: (200, result(message(), empty, reward=0.0))
     (rollout,) = collect_rollouts(FakeServers(agent), [row()])
-    assert len(rollout.turns[0].token_ids) == 0 and not rollout.masked and rollout.reward == 0.0
+    assert len(rollout.turns) == 1 and len(rollout.turns[0].token_ids) and not rollout.masked
+    agent.reply = lambda row: (200, result(empty, reward=0.0))
+    (rollout,) = collect_rollouts(FakeServers(agent), [row()])
+    assert rollout.turns == () and rollout.masked and "no token ids" in rollout.error
 
 
 @pytest.mark.parametrize("mark", [{"instance_config": {"mask_sample": True}}, {"mask_sample": True}])
