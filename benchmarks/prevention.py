@@ -146,8 +146,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="requests per cell")
     parser.add_argument("--images", type=int, nargs="*", default=IMAGES)
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
+    parser.add_argument("--limits", default="", help="only those whose name begins so")
     args = parser.parse_args()
     for name, tiler in LIMITS.items():
+        if not name.startswith(args.limits):
+            continue
         for max_model_len in args.contexts:
             for num_images in args.images:
                 print(json.dumps(cell(name, tiler, max_model_len, num_images, args.requests)), flush=True)
