@@ -120,10 +120,13 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
                 raise ValueError(f"{len(turn.token_ids)} token ids and {len(turn.logprobs)} log-probs")
             turns.append(turn)
     error = _failure(result)
-    if not turns:
-        # what vllm_model answers for a prompt beyond the context: nothing was sampled, nothing can be trained on
+    if not turns and error is None:
+        # nothing was sampled, so nothing can be trained on; without ids vllm_model answers a prompt beyond the context
+        is_empty = any(item.get("generation_token_ids") == [] for item in result["response"]["output"])
         error = (
-            error or "the rollout carries no token ids; the prompt may be longer than the engine's context"
+            "the answer has no tokens"
+            if is_empty
+            else "the rollout carries no token ids; the prompt may be longer than the engine's context"
         )
     # newer Gyms mark the result itself, older ones its instance_config
     flagged = bool(result.get("mask_sample") or (result.get("instance_config") or {}).get("mask_sample"))
