@@ -185,4 +185,7 @@ def _timed(judge, model_dir: Path, seed: int, count: int) -> tuple[Counter[str],
 
 
 if __name__ == "__main__":
-    main()
+    # Worker processes look the functions up under the module's own name.
+    from benchmarks import fuzz
+
+    fuzz.main()
