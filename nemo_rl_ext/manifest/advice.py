@@ -106,7 +106,7 @@ def advise(rows: Iterable[RowImages], tiler: DynamicTiler, max_model_len: int) -
         (row.sizes, row.text_tokens) for row in distinct if needed_patches(row.sizes, smallest) > shared(row)
     }
     helped = [row for row in rows if (row.sizes, row.text_tokens) not in hopeless]
-    pin = _largest_limit({(row.sizes, shared(row)) for row in helped}, tiler)
+    pin = _largest_limit({(row.sizes, shared(row)) for row in helped}, tiler) if helped else None
     max_images = max((len(row.sizes) for row in helped), default=0)
     max_text = max((row.text_tokens for row in helped), default=0)
     return Advice(
@@ -116,7 +116,7 @@ def advise(rows: Iterable[RowImages], tiler: DynamicTiler, max_model_len: int) -
         max_images=max_images,
         max_text_tokens=max_text,
         max_num_patches=pin,
-        any_max_num_patches=limit_for_any(max_images, max_text, tiler, max_model_len),
+        any_max_num_patches=limit_for_any(max_images, max_text, tiler, max_model_len) if helped else None,
         max_model_len=max(
             (-(-need(row) // tokens_of) + RESERVED_TOKENS + row.text_tokens for row in rows), default=1
         ),

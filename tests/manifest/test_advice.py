@@ -145,3 +145,9 @@ def test_a_check_advises(write_manifest, make_row, tmp_path):
     longer = dataclasses.replace(engine, max_model_len=advice.max_model_len)
     assert check_manifest(write_manifest(rows), CheckConfig(engine=longer)).advice.num_resized == 0
     assert check_manifest(write_manifest([make_row("text")])).advice is None
+
+
+def test_rows_that_no_limit_helps_get_no_limit():
+    advice = advise([row(*[(900, 900)] * 16)], RELEASED, 2048)
+    assert (advice.num_hopeless, advice.max_num_patches, advice.any_max_num_patches) == (1, None, None)
+    assert advice.resolution == {} and advice.max_model_len > 4096
