@@ -230,5 +230,11 @@ def test_a_refused_verdict_crosses_as_nemo_rls_data_failure(
     finally:
         ray.kill(gym)
     assert classify_rollout_failure(failure.value) is FailureClass.DATA
-    for fact in ("row 'infeasible", "turn 0", "static runs are [50]", "1 placeholder run [49]", "infeasible_length"):
+    for fact in (
+        "row 'infeasible",
+        "turn 0",
+        "static runs are [50]",
+        "1 placeholder run [49]",
+        "infeasible_length",
+    ):
         assert fact in str(failure.value)
