@@ -29,10 +29,12 @@ help:
 setup:
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/setup.sh "$(VENV)"
 
+# A directory that holds a run is never written over: the next demo goes beside the last one.
 demo: setup
-	@$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $(ARGS) || { code=$$?; [ $$code != 2 ] || echo \
-	    "options go through ARGS: make demo ARGS=--resume, ARGS=--overwrite or ARGS=logger.log_dir=runs/demo-2" >&2; \
-	    exit $$code; }
+	@case " $(ARGS) " in *" --resume "*|*" --overwrite "*|*log_dir=*) dir= ;; *) \
+	    dir=runs/demo; n=1; \
+	    while [ -n "$$(ls -A $$dir 2>/dev/null)" ]; do n=$$((n + 1)); dir=runs/demo-$$n; done ;; esac; \
+	$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $${dir:+logger.log_dir=$$dir} $(ARGS)
 
 test: setup
 	@$(BIN)/python $(PYTEST) -m "not nemo_rl and not gym" $(ARGS)
