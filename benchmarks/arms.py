@@ -123,7 +123,7 @@ def run_arm(
         history = WeightHistory(1)
         history.keep(version, run.policy)
         train_step(
-            run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=history
+            run.policy, groups, sampling=run.sampling, **run.loss_options(), metrics=metrics, history=history
         )
         flushed = metrics.flush()
         gaps += [

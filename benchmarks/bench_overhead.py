@@ -107,7 +107,9 @@ def measured_step(run: Any, rows: Sequence[Any], *, enabled: bool, version: int)
         for group in groups:
             for rollout in group.rollouts:
                 watch.around(metrics.add_row)(rollout.aligned, masked=rollout.masked)
-        train_step(run.policy, groups, sampling=run.sampling, options=run.loss, metrics=metrics, history=None)
+        train_step(
+            run.policy, groups, sampling=run.sampling, **run.loss_options(), metrics=metrics, history=None
+        )
         run.push_weights(version + 1)
         step = Step(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, aligning=watch.total)
     counts = metrics.flush()

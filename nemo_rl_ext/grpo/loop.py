@@ -124,9 +124,7 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
                     run.policy,
                     groups,
                     sampling=run.sampling,
-                    loss=config.loss_fn,
-                    normalize_rewards=grpo.normalize_rewards,
-                    micro_batch_size=config.policy.train_micro_batch_size,
+                    **run.loss_options(),
                     metrics=metrics,
                     history=history,
                 )

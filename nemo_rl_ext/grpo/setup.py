@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,6 +130,14 @@ class Run:
             shuffle=self.config.data.shuffle,
             seed=grpo.seed,
         )
+
+    def loss_options(self) -> dict[str, Any]:
+        """What a training step takes of the configuration."""
+        return {
+            "loss": self.config.loss_fn,
+            "normalize_rewards": self.config.grpo.normalize_rewards,
+            "micro_batch_size": self.config.policy.train_micro_batch_size,
+        }
 
     def push_weights(self, version: int) -> None:
         """Give the engine the policy's weights as version `version`."""
