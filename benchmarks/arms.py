@@ -24,7 +24,6 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.grpo.collecting.collector import Collector
 from nemo_rl_ext.grpo.collecting.rollouts import PromptGroup
-from nemo_rl_ext.grpo.collecting.row_order import steps_of
 from nemo_rl_ext.grpo.components import new_policy
 from nemo_rl_ext.grpo.config import Config, load_config
 from nemo_rl_ext.grpo.setup import Run, prepare, start
@@ -32,6 +31,7 @@ from nemo_rl_ext.grpo.training.trainer import train_step
 from nemo_rl_ext.grpo.training.weight_history import WeightHistory
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.row_media import media_by_turn
+from nemo_rl_ext.manifest.row_order import steps_of
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics
 from nemo_rl_ext.rollout.packed import pack

@@ -21,6 +21,9 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
+RESERVED_TOKENS = 4
+"""Context tokens that the engine's processor sets aside before it shares the rest among a request's images."""
+
 
 class Grid(NamedTuple):
     """A patch grid: how many patches an image is cut into, (height, width)."""

@@ -33,27 +33,6 @@ class MicroBatch:
     where: tuple[str, ...] = ()
 
 
-class RowOrder:
-    """An endless stream of row indices: one seeded permutation per epoch, one after the other.
-
-    It is a function of the position alone, so a resumed run continues with the very next row, and neither
-    ranks nor accumulation change which rows a step has.
-    """
-
-    def __init__(self, num_rows: int, seed: int) -> None:
-        self.num_rows = num_rows
-        self.seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
-
-    def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_rows)
-        if epoch != self._epoch:
-            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
-            self._epoch = epoch
-        return int(self._order[index])
-
-
 def my_micro_batches(
     rows: Sequence[Row], *, dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> list[list[Row]]:

@@ -17,13 +17,14 @@ from torch import nn
 
 from nemo_rl_ext.disk import explained_disk_faults
 from nemo_rl_ext.distill import checkpoint, context_parallel, parallel
-from nemo_rl_ext.distill.batch import MicroBatch, RowOrder, collate, my_micro_batches
+from nemo_rl_ext.distill.batch import MicroBatch, collate, my_micro_batches
 from nemo_rl_ext.distill.config import DistillConfig, TrainConfig
 from nemo_rl_ext.distill.data import Row
 from nemo_rl_ext.distill.losses import TokenSums, distill_sums
-from nemo_rl_ext.distill.metrics import MetricsWriter
 from nemo_rl_ext.distill.models import Scorer, sharding_error
 from nemo_rl_ext.distill.prepare import Prepared, prepare
+from nemo_rl_ext.manifest.row_order import RowOrder
+from nemo_rl_ext.rollout.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,11 @@ def run(config: DistillConfig) -> StepResult:
         )
     first = saved.step + 1 if saved else 1
     writer = (
-        MetricsWriter(config.output_dir, first_step=first, tensorboard=config.tensorboard) if main else None
+        StepLog(
+            config.output_dir, keep_until=first - 1 if first > 1 else None, tensorboard=config.tensorboard
+        )
+        if main
+        else None
     )
     result = trainer.fit(first, writer)
     if writer is not None:
@@ -142,7 +147,7 @@ class Trainer:
         logger.warning("%s; every rank computes the whole forward and only the loss is split", problem)
         return Scorer(model, self.ranks)
 
-    def fit(self, first: int, writer: MetricsWriter | None) -> StepResult:
+    def fit(self, first: int, writer: StepLog | None) -> StepResult:
         """Train from step ``first`` to the last; evaluate, save and report on the way."""
         config, train = self.config, self.config.train
         rows, order = self.prepared.train_rows, RowOrder(len(self.prepared.train_rows), train.seed)
@@ -167,7 +172,7 @@ class Trainer:
                 metrics |= self.evaluate().metrics("eval")
             if writer is not None:
                 with self._writing(step):
-                    writer.write(step, metrics)
+                    writer.metrics(step, metrics)
                 if step % config.log_interval == 0 or last or step == first:
                     _progress(step, train.iters, metrics)
             if last or step % config.save_interval == 0:

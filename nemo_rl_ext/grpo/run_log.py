@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ from rich.console import Console
 from nemo_rl_ext.align.verdict import MediaReport, Verdict
 from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.rollout.metrics import Occurrence
+from nemo_rl_ext.rollout.step_log import METRICS_FILE, StepLog
 from nemo_rl_ext.rollout.turn_samples import TurnSample
 
-METRICS_FILE = "metrics.jsonl"
 OCCURRENCES_FILE = "offences.jsonl"
 TURNS_FILE = "turns.jsonl"
 MAX_MEDIA, MAX_RUNS = 8, 64
@@ -31,21 +29,16 @@ class RunLog:
     ) -> None:
         self.run_dir = run_dir
         self.console = console or Console()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, OCCURRENCES_FILE, TURNS_FILE):
-            _keep_until(run_dir / name, resume_from)
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_from)
+        self._files = StepLog(
+            run_dir,
+            keep_until=resume_from,
+            tensorboard=tensorboard,
+            names=(METRICS_FILE, OCCURRENCES_FILE, TURNS_FILE),
+        )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics."""
-        self._append(METRICS_FILE, {"step": step, **metrics})
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+        self._files.metrics(step, metrics)
 
     def occurrence(self, step: int, occurrence: Occurrence) -> None:
         """Append the first occurrence of a reason in full, with what a report needs to show its media."""
@@ -53,15 +46,11 @@ class RunLog:
         record = {"step": step, "reason": occurrence.reason.value, "story": occurrence.story, "media": media}
         if occurrence.report is not None:
             record |= {"row_id": occurrence.report.row_id, "turn": occurrence.report.turn}
-        self._append(OCCURRENCES_FILE, record)
+        self._files.append(OCCURRENCES_FILE, record)
 
     def turns(self, step: int, samples: Iterable[TurnSample]) -> None:
         """Append a step's choice of turns: which rows were repaired or masked, why, and what it took."""
-        self._append(TURNS_FILE, *(_turn_record(step, sample) for sample in samples))
-
-    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        with open(self.run_dir / name, "a", encoding="utf-8") as handle:
-            handle.write("".join(json.dumps(record) + "\n" for record in records))
+        self._files.append(TURNS_FILE, *(_turn_record(step, sample) for sample in samples))
 
     def show(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Two lines per step: the training and what alignment did for it."""
@@ -77,8 +66,8 @@ class RunLog:
             self.console.print(f"  {alignment_line(metrics)}", style="dim", highlight=False)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        """Write out what is still held."""
+        self._files.close()
 
 
 def _turn_record(step: int, sample: TurnSample) -> dict[str, Any]:
@@ -157,19 +146,3 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
         f"{' (' + '; '.join(kinds) + ')' if kinds else ''}; {masked}; {get('token_delta'):.0f} tokens apart; "
         f"{get('repair_ms'):.0f} ms, {get('bytes_shipped') / 2**20:.1f} MiB; log-prob gap {', '.join(gaps) or '-'}"
     )
-
-
-def _keep_until(path: Path, step: int | None) -> None:
-    """Keep the lines up to a step that a resumed run continues from, or none; a line that was cut goes too."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if step is not None else ():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)

@@ -20,7 +20,6 @@ from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
 from nemo_rl_ext.grpo.collecting.gym_servers import start_gym
 from nemo_rl_ext.grpo.collecting.player import Player, Sampling
 from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
-from nemo_rl_ext.grpo.collecting.row_order import steps_of
 from nemo_rl_ext.grpo.components import (
     aligner_config,
     alignment_options,
@@ -38,6 +37,7 @@ from nemo_rl_ext.grpo.termination import raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
+from nemo_rl_ext.manifest.row_order import steps_of
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.scoring import require_answers
 from nemo_rl_ext.manifest.verify import verify_media

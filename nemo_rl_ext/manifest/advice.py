@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_rl_ext.align.grids import Array, BudgetCurve, DynamicTiler, Size
-from nemo_rl_ext.manifest.forecast import RESERVED_TOKENS, Measured, RowForecast
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, Array, BudgetCurve, DynamicTiler, Size
+from nemo_rl_ext.manifest.forecast import Measured, RowForecast
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler
 from nemo_rl_ext.manifest.demo_clips import VIDEOS, Clip
 from nemo_rl_ext.manifest.demo_pictures import ODD_KINDS, PHOTOGRAPHS, Picture
 
@@ -18,7 +18,6 @@ ANSWERS = ("l", "r")
 TILER = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024)
 MAX_MODEL_LEN = 512
 # vLLM keeps four positions of the context back from the images of a request.
-_RESERVED_TOKENS = 4
 # Upper bounds for the byte-level chat template: role headers and question of a turn, wrapper of an image.
 _TEXT_TOKENS_PER_TURN, _TEXT_TOKENS_PER_IMAGE = 26, 3
 
@@ -167,7 +166,7 @@ def _jitter(size: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
 def _is_resized(turns: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Whether the engine gives some picture of the last request another grid than the static one."""
     sizes = [size for turn in turns for size in turn]
-    grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - _RESERVED_TOKENS)
+    grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - RESERVED_TOKENS)
     return grids is not None and any(
         grid != TILER.static_grid(size) for grid, size in zip(grids, sizes, strict=True)
     )
@@ -175,7 +174,7 @@ def _is_resized(turns: Sequence[Sequence[tuple[int, int]]]) -> bool:
 
 def _is_ambiguous(sizes: Sequence[tuple[int, int]]) -> bool:
     """Whether some run of the request fits more than one grid of its picture."""
-    grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - _RESERVED_TOKENS) or ()
+    grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - RESERVED_TOKENS) or ()
     tokens = [grid.num_tokens(TILER.merge_size) for grid in grids]
     return any(len(TILER.feasible_grids(size, num)) > 1 for size, num in zip(sizes, tokens, strict=True))
 
@@ -184,7 +183,7 @@ def _fits(turns: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Whether the request of every turn leaves room for its text and the answer."""
     for last in range(len(turns)):
         sizes = [size for turn in turns[: last + 1] for size in turn]
-        grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - _RESERVED_TOKENS)
+        grids = TILER.joint_grids(sizes, MAX_MODEL_LEN - RESERVED_TOKENS)
         text = _TEXT_TOKENS_PER_TURN * (last + 1) + _TEXT_TOKENS_PER_IMAGE * len(sizes)
         if grids is None or sum(grid.num_tokens(TILER.merge_size) for grid in grids) + text > MAX_MODEL_LEN:
             return False

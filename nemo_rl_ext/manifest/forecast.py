@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler, Grid, Size
 from nemo_rl_ext.align.video_grids import VideoTiler
 from nemo_rl_ext.manifest.row_media import template_content
 from nemo_rl_ext.manifest.rows import ManifestRow, Message
 from nemo_rl_ext.media.sampling import num_sampled_frames, sample_frames, tubelet_texts
 
-RESERVED_TOKENS = 4
-"""Positions of the context that vLLM's processor keeps back from the images of a request."""
 _WRAPPER_TOKENS = 2
 _TOKENS_PER_MESSAGE = 8
 _BYTES_PER_TOKEN = 4

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
+
 from nemo_rl_ext.align.families.family import MediaTensors
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import MediaAlignmentError, MediaKind, Reason, TurnReport, Verdict
@@ -75,8 +77,8 @@ class AlignmentMetrics:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._reasons: Counter[Reason] = Counter()
         self._gaps: dict[str, list[tuple[float, float, int]]] = {"matched": [], "repaired": [], "video": []}
-        # Tensors are kept until the flush: an id may be given again once its object is gone.
-        self._shipped: dict[int, MediaTensors] = {}
+        # Equal repairs share their tensor objects, which travel once; kept until the flush.
+        self._shipped: set[tuple[torch.Tensor, ...]] = set()
 
     def add_row(
         self,
@@ -104,8 +106,8 @@ class AlignmentMetrics:
                 self._sums[f"{item.kind}_{item.verdict.value}"] += 1
             self._sums["token_delta"] += abs(report.token_delta)
             self._sums["repair_ms"] += report.repair_ms
-            if aligned.tensors is not None and aligned.changed and id(aligned.tensors) not in self._shipped:
-                self._shipped[id(aligned.tensors)] = aligned.tensors
+            if aligned.tensors is not None and aligned.changed and _key(aligned.tensors) not in self._shipped:
+                self._shipped.add(_key(aligned.tensors))
                 self._sums["bytes_shipped"] += aligned.tensors.num_bytes
             for reason in report.reasons():
                 self._note(Occurrence(reason=reason, story=str(report), report=report))
@@ -187,3 +189,8 @@ class AlignmentMetrics:
         self.turn_samples = self._turns.take()
         self._reset()
         return out
+
+
+def _key(tensors: MediaTensors) -> tuple[torch.Tensor, ...]:
+    """Equal for the same tensor objects alone."""
+    return tuple(tensors.values.values())

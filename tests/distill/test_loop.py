@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from nemo_rl_ext.distill import checkpoint  # noqa: E402
-from nemo_rl_ext.distill.batch import RowOrder, my_micro_batches  # noqa: E402
+from nemo_rl_ext.distill.batch import my_micro_batches  # noqa: E402
 from nemo_rl_ext.distill.config import TrainConfig  # noqa: E402
 from nemo_rl_ext.distill.loop import learning_rate, run  # noqa: E402
 from nemo_rl_ext.distill.tiny import build_tiny_text_checkpoint  # noqa: E402
+from nemo_rl_ext.manifest.row_order import RowOrder  # noqa: E402
 
 RECORDS = [
     {"input": "a", "output": "b"},

@@ -5,8 +5,8 @@ from rich.console import Console
 
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.verdict import MediaReport, Reason, TurnReport, Verdict
-from nemo_rl_ext.grpo.collecting.row_order import steps_of
 from nemo_rl_ext.grpo.run_log import RunLog, alignment_line
+from nemo_rl_ext.manifest.row_order import steps_of
 from nemo_rl_ext.rollout.turn_samples import TurnSample
 
 

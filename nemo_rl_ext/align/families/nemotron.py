@@ -31,7 +31,7 @@ from nemo_rl_ext.align.families.family import (
 )
 from nemo_rl_ext.align.families.fixed_tile import FixedTileFamily
 from nemo_rl_ext.align.fixed_tiles import FixedTiler, uses_fixed_tiles
-from nemo_rl_ext.align.grids import Array, DynamicTiler, Grid, Size
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, Array, DynamicTiler, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.pixels import neutral_grids, patchify, resize_and_normalize
@@ -54,8 +54,6 @@ ARCHITECTURES = (
 )
 
 START_TOKEN, CONTEXT_TOKEN, END_TOKEN = "<img>", "<image>", "</img>"
-RESERVED_TOKENS = 4
-"""Context tokens that the engine's processor sets aside before it shares the rest among the images."""
 
 
 @dataclass(frozen=True, kw_only=True)

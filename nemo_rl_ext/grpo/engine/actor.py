@@ -182,7 +182,7 @@ class EngineActor:
             self._dead = reason
         while not self._inbox.empty():
             waiting.append(self._inbox.get())
-        for work in {id(work): work for work in [*(work for work, _ in owners.values()), *waiting]}.values():
+        for work in dict.fromkeys([*(work for work, _ in owners.values()), *waiting]):
             if not work.future.done():
                 if isinstance(work, _Stop):
                     work.future.set_result(None)
