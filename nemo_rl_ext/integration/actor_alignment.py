@@ -32,10 +32,10 @@ from nemo_rl_ext.integration.clips import (
 )
 from nemo_rl_ext.integration.local_images import local_image_parts, reference_of
 from nemo_rl_ext.integration.neutral import NeutralMedia, mixed_sizes
-from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_plan import RolloutPlan
 from nemo_rl_ext.integration.static_processor import StaticProcessor
+from nemo_rl_ext.integration.travelling_record import TravellingRecord
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.receipts.evidence import belongs_to, items_of_turn
@@ -208,7 +208,7 @@ class ActorAlignment:
             user=tuple(aligned),
             assistant=answers,
             static_attached=attached,
-            record=RolloutRecord(
+            record=TravellingRecord(
                 row_id=row_id,
                 reports=tuple(reports),
                 num_changed=sum(turn.changed for turn in turns),

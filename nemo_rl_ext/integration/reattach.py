@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.align.verdict import MediaAlignmentError, Reason, TurnReport
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
+from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY, mask_sample
 from nemo_rl_ext.integration.static_check import check_static_turn
@@ -26,9 +27,6 @@ from nemo_rl_ext.rollout.provenance import (
     marks_respected,
     media_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_rl_ext.integration.record import RolloutRecord
 
 logger = logging.getLogger(__name__)
 

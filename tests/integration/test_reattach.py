@@ -11,9 +11,9 @@ from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process, is_wrapped, uninstall
 from nemo_rl_ext.integration.neutral import NeutralMedia
-from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY
 from nemo_rl_ext.integration.static_check import check_static_turn
+from nemo_rl_ext.integration.travelling_record import TravellingRecord
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY
 
@@ -48,7 +48,7 @@ def rollout(family, rows):
         if marked:
             user |= marked | {ROLLOUT_MATCHED_MEDIA_KEY: True}
         log = [user, {"role": "assistant", "token_ids": torch.tensor([11])}]
-        record = RolloutRecord(
+        record = TravellingRecord(
             row_id="r",
             reports=(),
             num_changed=int(bool(marked)),

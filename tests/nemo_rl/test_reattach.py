@@ -13,9 +13,9 @@ from nemo_rl_ext.align.families.nemotron import NemotronFamily
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.integration.in_process import install_in_process, is_wrapped, uninstall
 from nemo_rl_ext.integration.neutral import NeutralMedia
-from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY
 from nemo_rl_ext.integration.static_check import check_static_turn
+from nemo_rl_ext.integration.travelling_record import TravellingRecord
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY
 
 
@@ -57,7 +57,7 @@ def rollout(runs, family, *, marked=None, has_video=False):
         user |= marked | {ROLLOUT_MATCHED_MEDIA_KEY: True}
     answer = {"role": "assistant", "content": "", "token_ids": torch.tensor([11, 12])}
     log = [user, answer]
-    record = RolloutRecord(
+    record = TravellingRecord(
         row_id="r",
         reports=(),
         num_changed=int(bool(marked)),
