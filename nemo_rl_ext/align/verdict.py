@@ -68,6 +68,7 @@ class Reason(enum.Enum):
     FRAMES_RESAMPLED = "frames_resampled"
     EARLIER_TURN_RESIZED = "earlier_turn_resized"
     MIXED_SIZES = "mixed_sizes"
+    PREVENTION_FAILED = "prevention_failed"
     DECODE_FAILED = "decode_failed"
     WORKER_DIED = "worker_died"
     GENERATION_FAILED = "generation_failed"
@@ -120,6 +121,9 @@ _ADVICE = {
     "conversation trains as one sequence per prompt that the engine saw",
     Reason.MIXED_SIZES: "train with policy.megatron_cfg.enabled: true, or give the engine a context in which images "
     "keep their size",
+    Reason.PREVENTION_FAILED: "find what the check at the start did not know (an agent that adds images or text, other "
+    "limits in the engine), and pin the checkpoint lower or give the engine a larger max_model_len; "
+    "grpo.media_alignment.prevent: false trains such rows on tensors that are made again",
     Reason.DECODE_FAILED: "replace or remove the file named above",
     Reason.GENERATION_FAILED: "fix or remove the row named above: nothing was sampled for it",
     Reason.WORKER_DIED: "look for the aligner's last log lines: the row ended it twice (out of memory, or a file "

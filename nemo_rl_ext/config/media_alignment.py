@@ -38,6 +38,12 @@ class MediaAlignmentConfig(Block):
         default="mask",
         description="What happens to a row whose media cannot be made to fit its tokens: 'mask' or 'raise'.",
     )
+    prevent: bool = Field(
+        default=False,
+        description="Run only under limits at which the engine re-sizes no image: others are refused at the start, "
+        "with the numbers that would do, and an image that is re-sized all the same is treated as on_unalignable says "
+        "instead of being repaired. Clips are repaired as always.",
+    )
     max_masked_fraction: float = Field(
         default=0.25,
         ge=0.0,
@@ -109,6 +115,14 @@ class MediaAlignmentConfig(Block):
             )
         logger.info("grpo.media_alignment.geometry_source=%s is read as evidence=%s", source, evidence)
         return values
+
+    @model_validator(mode="after")
+    def _prevent_needs_alignment(self) -> "MediaAlignmentConfig":
+        if self.prevent and not self.enabled:
+            raise ValueError(
+                "prevent: true compares what the engine saw with what is trained on, which needs enabled: true"
+            )
+        return self
 
     def refuse_keys(self, elsewhere: Mapping[str, str]) -> None:
         """Refuse keys of this block that the side which reads it has elsewhere or not at all.

@@ -19,9 +19,11 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.guards.sampling import media_token_ban, media_token_ids
+from nemo_rl_ext.manifest.forecast import EngineModel, engine_from_checkpoint
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.scoring import score
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.models.limits import run_limits
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 
 if TYPE_CHECKING:
@@ -63,6 +65,28 @@ def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) ->
         video_backend=config.data.video.backend,
         trust_remote_code=config.policy.trust_remote_code,
         identify=config.grpo.media_alignment.evidence == "receipt",
+        render_static=config.grpo.media_alignment.enabled,
+    )
+
+
+def prevention_engine(config: Config) -> EngineModel:
+    """The engine by whose limits `grpo.media_alignment.prevent` judges.
+
+    Raises:
+        ValueError: when its limits are not the trainer's.
+    """
+    vllm = config.policy.generation.vllm_cfg
+    try:
+        run_limits(config.policy.model_name, hf_overrides=vllm.hf_overrides)
+    except ValueError as error:
+        raise ValueError(f"grpo.media_alignment.prevent: {error}") from None
+    return engine_from_checkpoint(
+        config.policy.model_name,
+        max_model_len=config.max_model_len,
+        max_new_tokens=config.policy.generation.max_new_tokens,
+        num_frames=config.data.video.num_frames,
+        limit_images=vllm.limit_mm_per_prompt.image,
+        limit_videos=vllm.limit_mm_per_prompt.video,
     )
 
 
@@ -92,6 +116,7 @@ def alignment_options(config: Config) -> AlignmentOptions:
         if config.policy.generation.vllm_cfg.mm_processor_cache_gb
         else config.max_model_len,
         ordered=not config.env.should_use_nemo_gym,
+        prevent=config.grpo.media_alignment.prevent,
     )
 
 

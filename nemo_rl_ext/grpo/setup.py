@@ -26,6 +26,7 @@ from nemo_rl_ext.grpo.components import (
     engine_config,
     gym_config,
     new_policy,
+    prevention_engine,
     reward_of,
     sampling_of,
 )
@@ -37,6 +38,7 @@ from nemo_rl_ext.grpo.termination import raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
+from nemo_rl_ext.manifest.prevention import require_prevention
 from nemo_rl_ext.manifest.row_order import steps_of
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.scoring import require_answers
@@ -65,7 +67,8 @@ def prepare(config: Config) -> Inputs:
     """Build what the configuration asks to be built, and validate checkpoint and manifests.
 
     Raises:
-        ValueError: naming the file (and line) that is missing or wrong.
+        ValueError: naming the file (and line) that is missing or wrong, or the limits under which images are re-sized
+            although `grpo.media_alignment.prevent` is set.
     """
     if config.policy.build_tiny_checkpoint:
         build_tiny_checkpoint(config.policy.model_name, seed=config.grpo.seed)
@@ -88,6 +91,13 @@ def prepare(config: Config) -> Inputs:
     if config.data.verify_media:
         for manifest in filter(None, (train, validation)):
             verify_media(manifest, video_backend=config.data.video.backend)
+    if config.grpo.media_alignment.prevent:
+        require_prevention(
+            train,
+            prevention_engine(config),
+            video_backend=config.data.video.backend,
+            any_images=config.env.should_use_nemo_gym,
+        )
     return Inputs(train=train, validation=validation, media_policy=policy)
 
 

@@ -44,6 +44,7 @@ from nemo_rl_ext.receipts.store import actor_handle, rollout_key
 from nemo_rl_ext.rollout.fitting import TurnRequest
 from nemo_rl_ext.rollout.gym_conversation import GymConversation, GymTurn, read_conversation
 from nemo_rl_ext.rollout.pool import AlignerPool
+from nemo_rl_ext.rollout.prevention import refuse_resized
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,8 @@ class ActorAlignment:
                     self._judged_clip(turn, requests[0]) if clips and index == 0 else self._completed(turn)
                 )
         answers = tuple(self._answer(row_id, index, turn) for index, turn in enumerate(conversation.turns))
+        if self.settings.prevent:
+            aligned = [turn and refuse_resized(turn) for turn in aligned]
         turns = [turn for turn in (*aligned, *answers) if turn is not None]
         reports = [turn.report for turn in turns]
         if self.neutral.one_size and any(turn.changed for turn in turns):

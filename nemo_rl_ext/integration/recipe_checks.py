@@ -38,8 +38,13 @@ def check_recipe(config: Any) -> None:
             "Use vllm, or switch the block off"
         )
     _refuse_mixed_micro_batches(config)
-    if settings_of(config).ban_media_tokens:
+    settings = settings_of(config)
+    if settings.ban_media_tokens:
         require_raw_logprobs(config)
+    if settings.prevent:
+        from nemo_rl_ext.integration.prevention import check_prevention
+
+        check_prevention(config)
     if pick(config, "env.should_mask_flagged_samples") is False:
         logger.warning(
             "env.should_mask_flagged_samples is false, so NeMo-RL ignores the flag on neutral rows: their loss "

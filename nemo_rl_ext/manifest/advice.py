@@ -70,8 +70,8 @@ class Advice:
     num_resized: int
     """Those of them in which the engine may re-size an image under the present limits."""
     num_hopeless: int
-    """Those of them that no limit helps: even the smallest grids do not fit beside the text. They are left out of
-    the next four numbers."""
+    """Those of the re-sized ones that no limit helps: even the smallest grids do not fit beside the text. They are
+    left out of the next four numbers."""
     max_images: int
     """Most images of one request."""
     max_text_tokens: int
@@ -103,7 +103,9 @@ def advise(rows: Iterable[RowImages], tiler: DynamicTiler, max_model_len: int) -
 
     smallest = dataclasses.replace(tiler, max_num_patches=tiler.min_num_patches)
     hopeless = {
-        (row.sizes, row.text_tokens) for row in distinct if needed_patches(row.sizes, smallest) > shared(row)
+        (row.sizes, row.text_tokens)
+        for row in distinct
+        if need(row) > shared(row) and needed_patches(row.sizes, smallest) > shared(row)
     }
     helped = [row for row in rows if (row.sizes, row.text_tokens) not in hopeless]
     pin = _largest_limit({(row.sizes, shared(row)) for row in helped}, tiler) if helped else None
@@ -151,6 +153,12 @@ def limit_for_any(num_images: int, text_tokens: int, tiler: DynamicTiler, max_mo
     top = min(share, tiler.max_num_patches) if tiler.max_num_patches else share
     limits = range(top, tiler.min_num_patches - 1, -1)
     return next((limit for limit in limits if _most_patches_when_raised(tiler, limit) <= share), None)
+
+
+def context_for_any(num_images: int, text_tokens: int, tiler: DynamicTiler) -> int:
+    """The smallest context at which `limit_for_any` is the present limit, which must be one."""
+    share = max(tiler.max_num_patches, _most_patches_when_raised(tiler, tiler.max_num_patches))
+    return -(-num_images * share // tiler.merge_size**2) + RESERVED_TOKENS + text_tokens
 
 
 def _most_patches_when_raised(tiler: DynamicTiler, limit: int) -> int:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_ext.align.families.checkpoint import read_json
-from nemo_rl_ext.align.families.registry import family_of
-from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.models.limits import shared_limits
 
 _KEY = "max_num_patches"
 
@@ -53,7 +52,7 @@ def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int
     source = checkpoint.resolve()
     if out.resolve().is_relative_to(source):
         raise ValueError(f"{out} lies in the checkpoint, which is only read; name a directory elsewhere")
-    tiler = _tiler_of(checkpoint)
+    tiler = shared_limits(checkpoint)
     if max_num_patches < tiler.min_num_patches:
         raise ValueError(
             f"expected a limit of at least the checkpoint's min_num_patches = {tiler.min_num_patches}, got "
@@ -81,7 +80,7 @@ def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int
             (partial / name).symlink_to((source / name).resolve())
         for name, text in changed.items():
             (partial / name).write_text(text, encoding="utf-8")
-        if (found := _tiler_of(partial)).max_num_patches != max_num_patches:
+        if (found := shared_limits(partial)).max_num_patches != max_num_patches:
             raise ValueError(
                 f"{checkpoint}: the copy reads as {found.max_num_patches}, expected {max_num_patches}"
             )
@@ -95,24 +94,6 @@ def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int
         changed=tuple(changed),
         num_links=len(names),
     )
-
-
-def _tiler_of(checkpoint: Path) -> DynamicTiler:
-    """The limits of a checkpoint, equal in all of its files."""
-    tiler = getattr(family_of(checkpoint), "tiler", None)
-    if not isinstance(tiler, DynamicTiler):
-        raise ValueError(
-            f"{checkpoint}: its images are not limited in patches that share a context, so that there is nothing to pin"
-        )
-    args = (read_json(checkpoint / "config.json").get("vision_config") or {}).get("args") or {}
-    for key in ("min_num_patches", _KEY):
-        trainer = getattr(tiler, key)
-        if (args.get(key) or 0) != trainer and key in args:
-            raise ValueError(
-                f"{checkpoint}: engine and trainer disagree: config.json has {key} {args[key]}, the image processor "
-                f"{trainer}; correct the checkpoint first"
-            )
-    return tiler
 
 
 def _in_config(value: dict[str, Any], limit: int) -> bool:

@@ -31,6 +31,7 @@ WHY = {
     Reason.FRAME_TIMES: "The timestamps in the prompt are not times of this clip's frames.",
     Reason.MIXED_SIZES: "The engine gave the row's images several sizes, and this training backend takes one size "
     "only.",
+    Reason.PREVENTION_FAILED: "The engine re-sized an image although the run's limits were chosen to prevent it.",
     Reason.FRAMES_UNKNOWN: "The ids do not name the clip's frames, and nothing else does.",
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",

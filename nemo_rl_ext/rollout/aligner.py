@@ -60,6 +60,9 @@ class AlignerConfig:
     trust_remote_code: bool = False
     identify: bool = False
     """Take the digest of what is decoded, for comparison with an engine's receipts."""
+    render_static: bool = False
+    """Make the static tensors of images as the engine makes them, bit for bit. Otherwise they are those of the
+    checkpoint's own processor, which a trainer without alignment has: they may differ in their last bits."""
 
 
 class RolloutAligner:
@@ -84,7 +87,7 @@ class RolloutAligner:
         return os.getpid()
 
     def static(self, turns: Sequence[tuple[MediaSource, ...]]) -> list[StaticTurn]:
-        """Process media the way the training side does on its own: the checkpoint's processor, no rollout known."""
+        """Process media on the training side's static grids, no rollout known."""
         return [self._static_turn(media) for media in turns]
 
     def _static_turn(self, media: tuple[MediaSource, ...]) -> StaticTurn:
@@ -101,7 +104,8 @@ class RolloutAligner:
             for source, (fact, array) in zip(media, decoded, strict=True)
         ]
         tensors = None
-        if self.config.layout is Layout.NATIVE and all(fact.kind == "image" for fact in facts):
+        own = self.config.layout is Layout.NATIVE and not self.config.render_static
+        if own and all(fact.kind == "image" for fact in facts):
             try:
                 tensors = self._processed(pixels)
             # A processor may raise anything on a size that it cannot have; the engine may well take it.

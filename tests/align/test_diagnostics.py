@@ -11,10 +11,11 @@ from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.plan import plan_turn
 from nemo_rl_ext.align.runs import Grammar, find_runs
-from nemo_rl_ext.align.turn import verify_turn
+from nemo_rl_ext.align.turn import AlignedTurn, verify_turn
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.align.video_grids import VideoTiler
 from nemo_rl_ext.integration.neutral import mixed_sizes
+from nemo_rl_ext.rollout.prevention import refuse_resized
 from nemo_rl_ext.rollout.segments import Resize
 
 CATALOGUE = Path(__file__).parents[2] / "docs" / "diagnostics.md"
@@ -109,7 +110,8 @@ def stories(make_family):
         ),
     ]
     (mixed,) = mixed_sizes([report(run(165), run(232), media=(CUP, MAP))])
-    reports.append(mixed)
+    refused = refuse_resized(AlignedTurn(tensors=None, report=report(run(165), media=(CUP,)), changed=True))
+    reports += [mixed, refused.report]
     told = {}
     for made in reports:
         (reason,) = set(made.reasons())

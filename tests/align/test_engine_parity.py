@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repaired pixels against the engine's own processor, bit for bit, on real photographs of every odd kind."""
 
+import dataclasses
 import io
 
 import numpy as np
@@ -14,6 +15,8 @@ from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.pixels import patchify
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.reader import MediaSource
+from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner
 
 pytestmark = pytest.mark.engine
 
@@ -103,3 +106,27 @@ def test_pixels_equal_the_engines_bit_for_bit(kind, dtype, engine, make_family):
         assert remote.tiler.grid(image.size, budget) == grid
         assert torch.equal(remote.render(item, grid), theirs)
         assert torch.equal(native.render(item, grid), patchify(theirs[None], 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_static_tensors_of_an_aligned_run_are_the_engines_pixels(engine, dtype, tiny_checkpoint, tmp_path):
+    """What `matched` leaves to training. The checkpoint's own processor, a run without alignment, is a rounding off."""
+    sources = tuple(MediaSource(ref=kind) for kind in KINDS)
+    for kind, encode in KINDS.items():
+        (tmp_path / kind).write_bytes(encode())
+    config = AlignerConfig(
+        model_dir=tiny_checkpoint,
+        media_policy=MediaPolicy(roots=(tmp_path,)),
+        base_dir=tmp_path,
+        dtype=dtype,
+        render_static=True,
+    )
+    (rendered,) = RolloutAligner(config).static([sources])
+    (processed,) = RolloutAligner(dataclasses.replace(config, render_static=False)).static([sources])
+    theirs = [engine((tmp_path / kind).read_bytes(), 1024, dtype) for kind in KINDS]
+    assert rendered.tensors.grids == processed.tensors.grids == tuple(grid for grid, _ in theirs)
+    assert rendered.tensors.values.keys() == processed.tensors.values.keys()
+    engines = torch.cat([patchify(pixels[None], 16) for _, pixels in theirs])
+    assert torch.equal(rendered.tensors.values["pixel_values"], engines)
+    tolerance = {torch.bfloat16: 0.016, torch.float32: 2e-6}[dtype]
+    assert torch.allclose(processed.tensors.values["pixel_values"], engines, atol=tolerance, rtol=0)

@@ -2,6 +2,7 @@
 """What a user can get wrong: one clear error with exit code 2, and nothing half-written."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from nemo_rl_ext.grpo.config import load_config
 from nemo_rl_ext.grpo.setup import prepare
+from nemo_rl_ext.models.pin import pin_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "embedded_async.yaml"
 
@@ -96,6 +98,69 @@ def test_a_manifest_that_nothing_can_score_is_refused(folder, checkpoint):
     with pytest.raises(ValueError, match=r"no row's answer is a single letter.*found 'left'"):
         prepare(load_config(CONFIG, overrides(folder, checkpoint, bare, long)))
     prepare(load_config(CONFIG, overrides(folder, checkpoint, bare, row("good.png"))))
+
+
+@pytest.fixture
+def crowded(folder):
+    """A row whose three large pictures share the context of 512 tokens, and one that is never re-sized."""
+    Image.new("RGB", (900, 900)).save(folder / "large.png")
+    return [row("large.png", "large.png", "large.png"), row("good.png")]
+
+
+def test_prevention_refuses_limits_with_the_numbers_that_would_do(folder, checkpoint, crowded):
+    given = [*overrides(folder, checkpoint, *crowded), "grpo.media_alignment.prevent=true"]
+    with pytest.raises(ValueError, match=r"may re-size images in 1 of 2 rows") as caught:
+        prepare(load_config(CONFIG, given))
+    message = str(caught.value)
+    assert f"{folder}/train.jsonl" in message and "nemo-rl-ext fit" in message
+    limit, context = (
+        int(re.search(rf"would do: .*{key} (\d+)", message).group(1))
+        for key in ("max_num_patches", "max_model_len")
+    )
+
+    def refused(limit, context, *more):
+        out = pin_checkpoint(checkpoint, folder / f"pinned{limit}-{context}", limit).out
+        lengths = ["policy.max_total_sequence_length", "policy.generation.vllm_cfg.max_model_len"]
+        changes = [f"policy.model_name={out}", *(f"{key}={context}" for key in lengths), *more]
+        try:
+            prepare(load_config(CONFIG, [*given, *changes]))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert not refused(limit, 512) and not refused(1024, context)
+    # Grids are even, and so the next larger one is a few patches further.
+    assert "may re-size" in refused(limit + 64, 512) and "may re-size" in refused(1024, context - 1)
+    agent = refused(500, 512, "env.should_use_nemo_gym=true")
+    assert "an agent may send 4 images" in agent and "limit_mm_per_prompt.image 3" in agent
+    one = "policy.generation.vllm_cfg.limit_mm_per_prompt.image=3"
+    assert not refused(501, 512, "env.should_use_nemo_gym=true", one)
+
+
+def test_prevention_compares_what_engine_and_trainer_read(folder, checkpoint):
+    given = [*overrides(folder, checkpoint, row("good.png")), "grpo.media_alignment.prevent=true"]
+    prepare(load_config(CONFIG, given))
+    override = "++policy.generation.vllm_cfg.hf_overrides.vision_config.args.max_num_patches=64"
+    with pytest.raises(ValueError, match=r"prevent: hf_overrides\.vision_config reaches the engine alone"):
+        prepare(load_config(CONFIG, [*given, override]))
+    other = pin_checkpoint(checkpoint, folder / "other", 512).out
+    processor = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(processor | {"max_model_len": 104}))
+    with pytest.raises(ValueError, match=r"max_model_len 104 caps an image at 400 patches"):
+        prepare(load_config(CONFIG, [*given, f"policy.model_name={other}"]))
+    (other / "preprocessor_config.json").write_text(json.dumps(processor | {"max_num_patches": 400}))
+    with pytest.raises(ValueError, match=r"prevent: .*engine and trainer disagree.*512.*400"):
+        prepare(load_config(CONFIG, [*given, f"policy.model_name={other}"]))
+    with pytest.raises(ValueError, match="prevent: true .* needs enabled: true"):
+        load_config(CONFIG, [*given, "grpo.media_alignment.enabled=false"])
+
+
+def test_a_row_that_no_limit_helps_is_the_engines_to_refuse(folder, checkpoint, caplog):
+    long = row("good.png")
+    long["responses_create_params"]["input"][0]["content"][-1]["text"] = "x" * 600
+    given = [*overrides(folder, checkpoint, row("good.png"), long), "grpo.media_alignment.prevent=true"]
+    prepare(load_config(CONFIG, given))
+    assert "no limit helps 1 row" in caplog.text
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(folder, checkpoint, tmp_path):

@@ -73,6 +73,28 @@ def test_a_row_that_nothing_explains_is_masked_and_stays(alignment, rows):
     assert num_features(result["message_log"][0]) == 49
 
 
+@pytest.mark.parametrize("one_size", [False, True])
+def test_where_resizing_is_to_be_prevented_a_resized_image_masks_its_row(alignment, rows, one_size):
+    row = rows.row([rows.url(160, 320)] * 2)
+    prevented = alignment(prevent=True, one_size=one_size)
+    assert not plan(prevented, row, rows.result(row, [50, 50])).record.neutral
+    found = plan(prevented, row, rows.result(row, [18, 18]), static_attached=True)
+    assert found.record.neutral and found.keeps_initial
+    assert set(found.record.reports[0].reasons()) == {Reason.PREVENTION_FAILED}
+    result = {
+        "message_log": [
+            {"role": "user", "token_ids": torch.tensor(rows.prompt([18, 18]))},
+            {"role": "assistant", "token_ids": torch.tensor([11, 12])},
+        ],
+        "full_result": {},
+    }
+    found.apply(result)
+    assert result["full_result"]["instance_config"] == {"mask_sample": True}
+    assert num_features(result["message_log"][0]) == 36
+    with pytest.raises(ValueError, match="prevention_failed"):
+        plan(alignment(prevent=True, on_unalignable="raise"), row, rows.result(row, [18, 18]))
+
+
 @pytest.mark.parametrize(
     ("runs", "setting"), [([49], "on_unalignable"), ([50, 50], "on_unalignable"), ([240], "on_ambiguous")]
 )

@@ -19,6 +19,7 @@ from nemo_rl_ext.grpo.collecting.rollouts import Rollout, merge_static
 from nemo_rl_ext.media.reader import MediaFacts
 from nemo_rl_ext.rollout.fitting import TurnRequest
 from nemo_rl_ext.rollout.packed import pack
+from nemo_rl_ext.rollout.prevention import refuse_resized
 from nemo_rl_ext.rollout.provenance import attach_rollout_media, reattach_static_media
 from nemo_rl_ext.rollout.segments import EngineTurn, UserTurn, to_segments
 
@@ -32,12 +33,14 @@ class AlignmentOptions:
 
     `max_model_len` is the budget that the images of a request share, None where they share none. `ordered` says that
     the run writes the engine's requests itself, so that the order of their media is certain; an agent may reorder them.
+    With `prevent` a re-sized image masks its row.
     """
 
     enabled: bool
     share_static: bool
     max_model_len: int | None
     ordered: bool
+    prevent: bool = False
 
 
 class GroupAssembly:
@@ -131,6 +134,8 @@ class GroupAssembly:
             if request in seen:
                 # Its work was done once, for the first generation.
                 turn = dataclasses.replace(turn, report=dataclasses.replace(turn.report, repair_ms=0.0))
+            if self.options.prevent:
+                turn = refuse_resized(turn)
             seen.add(request)
             rollout.aligned.append(turn)
             rollout.masked |= turn.report.neutral
