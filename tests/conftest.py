@@ -4,7 +4,8 @@
 import logging
 import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,3 +79,11 @@ def command(
         return subprocess.CompletedProcess(arguments, code, output.out, output.err)
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_s_own_dtype() -> Iterator[None]:
+    """Give torch its default dtype back: an engine in a test's process may leave its own behind."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_default_dtype(torch.float32)

@@ -34,7 +34,7 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.actor import start_engine
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.keeper import keeper
-from nemo_rl_ext.grpo.termination import raise_on_sigterm
+from nemo_rl_ext.grpo.termination import handler_given_back, raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
@@ -194,6 +194,7 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
         kept = None
         if not ray.is_initialized():
             kept = parts.enter_context(keeper())
+            parts.enter_context(handler_given_back())
             parts.callback(ray.shutdown)
             _start_ray(config.grpo.media_alignment.num_aligners)
             raise_on_sigterm()

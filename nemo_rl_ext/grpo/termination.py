@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -21,6 +23,20 @@ def raise_on_sigterm() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+
+
+@contextlib.contextmanager
+def handler_given_back() -> Iterator[None]:
+    """Put the caller's own SIGTERM handler back afterwards, unless it is this module's, which ends with its process."""
+    caller = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if (
+            caller not in (_terminate, signal.SIG_IGN, None)
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGTERM, caller)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -63,7 +63,7 @@ def damage(ids, rng, grammar):
 
 
 def test_no_fuzzed_turn_fails_the_forwards_count_check_and_none_is_lost(model_dir):
-    from nemo_rl_ext.grpo.training.batch import PolicyMedia, PolicyRow, collate
+    from nemo_rl_ext.grpo.training.batch import PolicyRow, collate
     from nemo_rl_ext.grpo.training.policy import Policy
 
     rng = np.random.default_rng(2)
@@ -91,7 +91,7 @@ def test_no_fuzzed_turn_fails_the_forwards_count_check_and_none_is_lost(model_di
             if aligned.report.neutral:
                 assert aligned.report.reasons(), "a neutral row must say why"
             values = aligned.tensors.values if aligned.tensors is not None else None
-            media = () if values is None else (PolicyMedia(**values),)
+            media = () if values is None else (values,)
             rows.append(PolicyRow(token_ids=ids, media=media))
         with torch.no_grad():
             logprobs = policy.forward_logprobs(collate(rows, pad_token_id=0))

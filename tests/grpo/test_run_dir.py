@@ -253,4 +253,16 @@ except KeyboardInterrupt as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "cleaned up True\n"), done.stderr
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_within_a_program_gives_its_sigterm_handler_back():
+    from nemo_rl_ext.grpo.termination import handler_given_back, raise_on_sigterm
+
+    own = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with handler_given_back():
+            raise_on_sigterm()
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, own)
