@@ -71,3 +71,10 @@ class MediaItem:
         pixels = self.pixels()
         digest = self.identify(pixels if self.kind == "video" else pixels[0])
         return dataclasses.replace(self, digest=digest, load=lambda *_: pixels)
+
+    def identified_if_readable(self) -> MediaItem:
+        """The item with its digest; one that can no longer be read says so in `error`."""
+        try:
+            return self.identified()
+        except (ValueError, OSError) as error:
+            return dataclasses.replace(self, error=str(error))

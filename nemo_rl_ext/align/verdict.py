@@ -232,6 +232,13 @@ class TurnReport:
         same_count = len(self.expected) == len(self.found)
         return None if same_count else min(len(self.expected), len(self.found))
 
+    def verdicts(self) -> set[Verdict]:
+        """The verdicts of the turn's media; a neutral turn that blames no medium is unalignable as a whole."""
+        found = {item.verdict for item in self.media}
+        if self.neutral and not found & {Verdict.AMBIGUOUS, Verdict.UNALIGNABLE}:
+            found.add(Verdict.UNALIGNABLE)
+        return found
+
     def reasons(self) -> tuple[Reason, ...]:
         """Every reason of this turn, once for the turn itself or once per media item."""
         if self.reason is not None:

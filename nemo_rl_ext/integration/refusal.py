@@ -24,8 +24,5 @@ def raise_if_asked(reports: Iterable[TurnReport], settings: MediaAlignmentConfig
         if action == "raise"
     }
     for report in reports:
-        verdicts = {item.verdict for item in report.media}
-        if report.neutral and not verdicts & {Verdict.AMBIGUOUS, Verdict.UNALIGNABLE}:
-            verdicts.add(Verdict.UNALIGNABLE)
-        if verdicts & asked:
+        if report.verdicts() & asked:
             raise MediaAlignmentError(str(report))

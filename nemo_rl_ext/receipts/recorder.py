@@ -128,7 +128,7 @@ def _sender_caches() -> list[type]:
 
 def _applied(original: Any) -> Any:
     def apply(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        items = {kind: _all_items(found) for kind, found in inputs.mm_data_items.items()}
+        items = {kind: list(found.get_all_items_for_hash()) for kind, found in inputs.mm_data_items.items()}
         pixels = {kind: [item_digest(item) for item in found] for kind, found in items.items()}
         outer, applying = _state.applying, _Applying(pixels=pixels)
         _state.applying = applying
@@ -189,10 +189,10 @@ def _item_parts(
 
 def _looked_up(original: Any) -> Any:
     """Remember in which order the cache will be asked: kind by kind, item by item, as the result is put together."""
+    signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def get_cache_missing_items(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
         result = original(self, *args, **kwargs)
         if _state.applying is not None:
             hashes = bound.arguments["mm_hashes"]
@@ -294,10 +294,6 @@ def _receipt(request: Any, prompt: Any, prefix_caching: bool) -> Receipt | None:
         items=tuple(items),
         **(parts["budget"] if parts else {}),
     )
-
-
-def _all_items(items: Any) -> list[Any]:
-    return list(items.get_all_items_for_hash())
 
 
 def _class_name(value: Any) -> str | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -157,7 +156,7 @@ class Inspector:
             evidence = None
             if user is not None and user.receipt is not None:
                 # A receipt names pixels; only decoding tells whether the files still hold them.
-                media = [_identified(item) for item in media]
+                media = [item.identified_if_readable() for item in media]
                 evidence = evidence_of(user.receipt, media, ids, self.family)
             yield verify_turn(
                 ids,
@@ -200,13 +199,6 @@ class Inspector:
             except (ValueError, OSError) as error:
                 return MediaItem(kind=source.kind, size=(1, 1), source=source.name, error=str(error))
         return self._reader.measure(source)
-
-
-def _identified(item: MediaItem) -> MediaItem:
-    try:
-        return item.identified()
-    except (ValueError, OSError) as error:
-        return dataclasses.replace(item, error=str(error))
 
 
 def _turn_json(turn: TurnReport) -> dict[str, Any]:

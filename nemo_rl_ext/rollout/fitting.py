@@ -118,7 +118,7 @@ class TurnFitting:
             if same_file != unproven:
                 # The tensors are the trainer's own already; only decoding tells whether they show what was served.
                 items = tuple(
-                    self._identified(item) if i in unproven else item for i, item in enumerate(media)
+                    item.identified_if_readable() if i in unproven else item for i, item in enumerate(media)
                 )
                 return align(request=None)
             reports = tuple(
@@ -127,12 +127,6 @@ class TurnFitting:
             )
             aligned = dataclasses.replace(aligned, report=dataclasses.replace(aligned.report, media=reports))
         return aligned
-
-    def _identified(self, item: MediaItem) -> MediaItem:
-        try:
-            return item.identified()
-        except (ValueError, OSError) as error:
-            return dataclasses.replace(item, error=str(error))
 
     def result(
         self, turn: TurnRequest, media: tuple[MediaItem, ...], aligned: AlignedTurn, repair_ms: float

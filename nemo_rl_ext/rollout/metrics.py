@@ -144,10 +144,7 @@ class AlignmentMetrics:
         return pending
 
     def _raise_if_asked(self, report: TurnReport) -> None:
-        verdicts = {item.verdict for item in report.media}
-        if report.neutral and not verdicts & {Verdict.AMBIGUOUS, Verdict.UNALIGNABLE}:
-            verdicts.add(Verdict.UNALIGNABLE)
-        if verdicts & self._raise_on:
+        if report.verdicts() & self._raise_on:
             raise MediaAlignmentError(str(report))
 
     def add_gap(
