@@ -135,8 +135,7 @@ def run(effort: Effort) -> Section:
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.setup import prepare, start
 
-    pairs = 2 if effort.quick else 3 * effort.rounds
-    each = 2 if effort.quick else 8
+    warm, pairs, each = (1, 1, 1) if effort.quick else (2, 3 * effort.rounds, 8)
     with tempfile.TemporaryDirectory() as scratch:
         manifest = write_manifest(Path(scratch), 16 if effort.quick else 64)
         overrides = [
@@ -145,7 +144,7 @@ def run(effort: Effort) -> Section:
             "data.validation=null",
             "data.build_demo_manifest=false",
             f"logger.log_dir={scratch}/run",
-            "grpo.num_generations_per_prompt=8",
+            f"grpo.num_generations_per_prompt={2 if effort.quick else 8}",
             "grpo.val_at_start=false",
             "grpo.val_period=0",
         ]
@@ -162,9 +161,9 @@ def run(effort: Effort) -> Section:
                 version += 1
                 return measured_step(live, chosen, enabled=enabled, version=version)
 
-            for warm in range(2):
-                step(rows_with(rows, 1.0, warm), True)
-                step(rows_with(rows, 0.0, warm), False)
+            for number in range(warm):
+                step(rows_with(rows, 1.0, number), True)
+                step(rows_with(rows, 0.0, number), False)
             for number in range(pairs):
                 chosen = rows_with(rows, 0.0, number)
                 # Which one goes first changes, as caches warm up for the second.

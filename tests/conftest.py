@@ -56,6 +56,24 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_checkpoint(folder / "tiny_checkpoint")
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A local Ray for all tests of this process that do not watch Ray itself start or end; a run takes one it finds."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=512 << 20,
+        namespace="tests",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -50,9 +50,9 @@ def bicubic(frames: np.ndarray, size: Size) -> torch.Tensor:
     Not clamped: the values overshoot 0 and 255 at sharp edges, as the engine's do.
     """
     if compiled.loaded() is not None and frames.shape[1:3] != size:
-        vertical, horizontal = _axis(frames.shape[1], size[0]), _axis(frames.shape[2], size[1])
+        vertical, horizontal = proven_axis(frames.shape[1], size[0]), proven_axis(frames.shape[2], size[1])
         if vertical is not None and horizontal is not None:
-            return _resized(frames, horizontal, vertical)
+            return resized_along(frames, horizontal, vertical)
     return torch_bicubic(frames, size)
 
 
@@ -76,7 +76,7 @@ def _interpolate(pixels: torch.Tensor, size: Size) -> torch.Tensor:
     )
 
 
-def _resized(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tensor:
+def resized_along(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tensor:
     out = torch.empty(len(frames), 3, len(vertical.first), len(horizontal.first))
     kernels = compiled.loaded()
     assert kernels is not None, "only proven axes get here, and the kernels prove them"
@@ -85,25 +85,25 @@ def _resized(frames: np.ndarray, horizontal: Axis, vertical: Axis) -> torch.Tens
 
 
 @functools.lru_cache(maxsize=512)
-def _axis(length: int, target: int) -> Axis | None:
+def proven_axis(length: int, target: int) -> Axis | None:
     """The axis from `length` to `target` pixels, proven; None where the kernel does not give torch's values."""
     if length == target:
-        return _identity(length)
+        return identity_axis(length)
     first, size = _windows(length, target)
     if size.max() > MAX_TAPS:
         return None
-    weights = _weights(length, first, size)
+    weights = axis_weights(length, first, size)
     frames = np.random.default_rng(0).integers(0, 256, (1, PROOF_ROWS, length, 3), dtype=np.uint8)
     expected = torch_bicubic(frames, (PROOF_ROWS, target))
     for num_rounded in (_rounded_in_fours(size), size):
         axis = Axis(first=first, size=size, num_rounded=num_rounded, weights=weights)
-        if torch.equal(_resized(frames, axis, _identity(PROOF_ROWS)), expected):
+        if torch.equal(resized_along(frames, axis, identity_axis(PROOF_ROWS)), expected):
             return axis
     logger.debug("%d to %d pixels: the compiled kernel gives other values than torch", length, target)
     return None
 
 
-def _identity(length: int) -> Axis:
+def identity_axis(length: int) -> Axis:
     ones = np.ones(length, dtype=np.int64)
     return Axis(
         first=np.arange(length), size=ones, num_rounded=ones, weights=np.ones((length, 1), dtype=np.float32)
@@ -119,7 +119,7 @@ def _windows(length: int, target: int) -> tuple[np.ndarray, np.ndarray]:
     return first, np.minimum((center + support + np.float32(0.5)).astype(np.int64), length) - first
 
 
-def _weights(length: int, first: np.ndarray, size: np.ndarray) -> np.ndarray:
+def axis_weights(length: int, first: np.ndarray, size: np.ndarray) -> np.ndarray:
     """torch's own weights, float32 [pixels, taps]: its answer to lines in which one pixel per window is lit."""
     taps = int(size.max())
     lit = torch.zeros(1, 1, taps, length)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-_WAITS = (os.path.join("torch", "distributed", ""), os.path.join("torch", "cuda", ""))
+WAITS = (os.path.join("torch", "distributed", ""), os.path.join("torch", "cuda", ""))
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 # Their `except` clauses pass on what they are not made for.
 _PASSING_ON = (
@@ -99,7 +99,7 @@ def waits_for_group() -> tuple[int, int] | None:
 
 def _waits(stack: list[FrameType]) -> bool:
     """Whether the innermost frames wait for other ranks."""
-    if any(part in frame.f_code.co_filename for frame in stack[:-1] for part in _WAITS):
+    if any(part in frame.f_code.co_filename for frame in stack[:-1] for part in WAITS):
         return True
     loads = [
         step.argval

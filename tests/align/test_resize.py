@@ -24,9 +24,9 @@ def kernels():
 @pytest.fixture
 def fresh():
     """No axis remembered from before, nor left behind."""
-    resize._axis.cache_clear()
+    resize.proven_axis.cache_clear()
     yield
-    resize._axis.cache_clear()
+    resize.proven_axis.cache_clear()
 
 
 def random_frames(rng, height, width, frames=1):
@@ -35,8 +35,8 @@ def random_frames(rng, height, width, frames=1):
 
 def is_compiled(frames, size) -> bool:
     return (
-        resize._axis(frames.shape[1], size[0]) is not None
-        and resize._axis(frames.shape[2], size[1]) is not None
+        resize.proven_axis(frames.shape[1], size[0]) is not None
+        and resize.proven_axis(frames.shape[2], size[1]) is not None
     )
 
 
@@ -89,7 +89,7 @@ def test_frames_of_any_memory_are_read_and_none_is_written():
 
 
 def test_a_length_whose_values_differ_is_left_to_torch(fresh, monkeypatch):
-    right = resize._weights
+    right = resize.axis_weights
 
     # One weight of one pixel, a ten-thousandth too large.
     def wrong(length, first, size):
@@ -98,33 +98,33 @@ def test_a_length_whose_values_differ_is_left_to_torch(fresh, monkeypatch):
             weights[40, 1] *= np.float32(1.0001)
         return weights
 
-    monkeypatch.setattr(resize, "_weights", wrong)
+    monkeypatch.setattr(resize, "axis_weights", wrong)
     frames = random_frames(np.random.default_rng(0), 100, 120)
-    assert resize._axis(100, 80) is None
-    assert resize._axis(120, 96) is not None
+    assert resize.proven_axis(100, 80) is None
+    assert resize.proven_axis(120, 96) is not None
     assert torch.equal(bicubic(frames, (80, 96)), torch_bicubic(frames, (80, 96)))
 
 
 def test_an_order_of_roundings_that_is_not_torchs_is_found_out(fresh, monkeypatch):
     """Twelve lengths and no wrong order got through: fused where torch rounds, and the other way round."""
     lengths = [(length, length * 5 // 6) for length in range(60, 300, 20)]
-    right = {pair: resize._axis(*pair).num_rounded for pair in lengths}
+    right = {pair: resize.proven_axis(*pair).num_rounded for pair in lengths}
     for swap in (np.ones_like, lambda size: np.maximum(size - 1, 1)):
         for pair in lengths:
-            axis = resize._axis(*pair)
+            axis = resize.proven_axis(*pair)
             wrong = resize.Axis(
                 first=axis.first, size=axis.size, num_rounded=swap(axis.size), weights=axis.weights
             )
             if np.array_equal(wrong.num_rounded, right[pair]):
                 continue
             frames = random_frames(np.random.default_rng(1), resize.PROOF_ROWS, pair[0])
-            made = resize._resized(frames, wrong, resize._identity(resize.PROOF_ROWS))
+            made = resize.resized_along(frames, wrong, resize.identity_axis(resize.PROOF_ROWS))
             assert not torch.equal(made, torch_bicubic(frames, (resize.PROOF_ROWS, pair[1]))), pair
 
 
 def test_windows_too_wide_for_a_proof_are_left_to_torch():
     frames = random_frames(np.random.default_rng(0), 40, 16 * MAX_TAPS)
-    assert resize._axis(frames.shape[2], 16) is None
+    assert resize.proven_axis(frames.shape[2], 16) is None
     assert torch.equal(bicubic(frames, (32, 16)), torch_bicubic(frames, (32, 16)))
 
 
@@ -151,7 +151,7 @@ def run(code, **environment):
 def test_a_torch_that_rounds_in_another_order_is_followed():
     """torch without vector instructions fuses nothing; the proof finds that order by itself."""
     run(
-        "axis = resize._axis(150, 128); assert axis is not None and (axis.num_rounded == axis.size).all()",
+        "axis = resize.proven_axis(150, 128); assert axis is not None and (axis.num_rounded == axis.size).all()",
         ATEN_CPU_CAPABILITY="default",
     )
 

@@ -10,10 +10,10 @@ from benchmarks import arms
 pytestmark = pytest.mark.engine
 
 
-def test_the_gap_tells_right_pixels_from_wrong_ones_at_once(tmp_path, monkeypatch, capsys):
+def test_the_gap_tells_right_pixels_from_wrong_ones_at_once(tmp_path, monkeypatch, capsys, cluster):
     monkeypatch.setattr(arms, "TRAIN_ROWS", 48)
-    monkeypatch.setattr(arms, "VALIDATION_ROWS", 24)
-    results = arms.main(["--steps", "2", "--seeds", "1", "--json", str(tmp_path / "arms.json")])
+    monkeypatch.setattr(arms, "VALIDATION_ROWS", 12)
+    results = arms.main(["--steps", "1", "--seeds", "1", "--json", str(tmp_path / "arms.json")])
     assert json.loads((tmp_path / "arms.json").read_text()) == results
     gaps = {arm: seeds[0]["gap_max"] for arm, seeds in results.items()}
     assert set(gaps) == set(arms.ARMS["image"])

@@ -20,8 +20,7 @@ GRAMMAR = Grammar(SPECIAL_TOKENS.index("<img>"), IMAGE_ID, SPECIAL_TOKENS.index(
 
 
 @pytest.fixture(scope="module")
-def endpoint(tiny_checkpoint):
-    import ray
+def endpoint(tiny_checkpoint, cluster):
     from transformers import AutoTokenizer
 
     from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
@@ -32,7 +31,6 @@ def endpoint(tiny_checkpoint):
     from nemo_rl_ext.grpo.engine.config import EngineConfig
     from nemo_rl_ext.media.policy import MediaPolicy
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     engine = EngineClient(lambda: start_engine(EngineConfig(model=str(tiny_checkpoint))))
     completions = Completions(
         engine=engine,
@@ -44,7 +42,6 @@ def endpoint(tiny_checkpoint):
     with serve(completions) as base_url:
         yield base_url
     engine.shutdown()
-    ray.shutdown()
 
 
 def post(base_url, body):

@@ -5,6 +5,7 @@ One float32 engine for the module: only float32 tells wrong pixels from rounding
 """
 
 import dataclasses
+import os
 import re
 import threading
 import time
@@ -51,14 +52,19 @@ def config(checkpoint) -> EngineConfig:
     return EngineConfig(model=str(checkpoint), precision="float32", max_model_len=512)
 
 
-@pytest.fixture(scope="module")
-def children_before() -> set[psutil.Process]:
-    """Children that earlier tests left in this process, such as multiprocessing's resource tracker."""
-    return set(psutil.Process().children(recursive=True))
+def listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections("inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture(scope="module")
-def engine(config, children_before) -> Iterator[EngineActor]:
+def before() -> tuple[set[psutil.Process], set[tuple[str, int]]]:
+    """Children and listening sockets that earlier tests left in this process, such as a Ray driver's."""
+    return set(psutil.Process().children()), listening()
+
+
+@pytest.fixture(scope="module")
+def engine(config, before) -> Iterator[EngineActor]:
     engine = EngineActor(config)
     engine.start()
     yield engine
@@ -513,19 +519,21 @@ def test_concurrent_callers_get_their_own_results(engine):
     assert engine.generate([]) == []
 
 
-def test_engine_has_no_children_and_listens_on_loopback_only(engine, children_before):
-    me = psutil.Process(engine.health()["pid"])
-    started = set(me.children(recursive=True)) - children_before
+def test_engine_has_no_children_and_listens_on_loopback_only(engine, before):
+    assert engine.health()["pid"] == os.getpid()
+    children, sockets = before
+    started = set(psutil.Process().children()) - children
     assert [child.cmdline() for child in started] == []
-    listening = {c.laddr.ip for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    assert listening <= {"127.0.0.1", "::1"}
+    assert {ip for ip, _ in listening() - sockets} <= {"127.0.0.1", "::1"}
 
 
 def test_failing_step_answers_every_caller(config, monkeypatch):
     """A failure that is nobody's request ends the engine: waiting calls learn why, later ones at once."""
+    from nemo_rl_ext.grpo.engine.vllm_engine import VllmEngine
+
     broken = EngineActor(config)
     broken.start()
-    monkeypatch.setattr(broken._engine, "step", lambda: 1 / 0)
+    monkeypatch.setattr(VllmEngine, "step", lambda _: 1 / 0)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(broken.generate, [request()]) for _ in range(3)]
         for future in futures:
@@ -557,15 +565,6 @@ def test_bad_argument_is_refused():
         EngineConfig(model="x", logprobs_mode="logits")
     with pytest.raises(ValueError, match="max_num_seqs"):
         EngineConfig(model="x", max_num_seqs=0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, namespace="test_engine", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def wait_until_gone(pid: int) -> None:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded run as a whole: a real engine, real actors, real photographs, a few steps."""
 
+import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -24,7 +29,7 @@ def inputs(make_inputs):
 
 
 @pytest.fixture
-def configure(inputs, tmp_path):
+def configure(inputs, tmp_path, cluster):
     from nemo_rl_ext.grpo.config import load_config
 
     def make(*overrides):
@@ -97,9 +102,28 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
     assert shown.count("<tr") > 5 and all(turn["row_id"] in shown for turn in turns if turn["neutral"])
 
 
-def test_without_alignment_the_run_dies_as_users_know_it(configure):
-    with pytest.raises(ValueError, match=r"Got \d+ feature vectors for \d+ placeholder tokens.*enabled=true"):
-        run(configure("grpo.media_alignment.enabled=false", "data.shuffle=false"))
+def test_without_alignment_the_run_dies_as_users_know_it_and_leaves_no_process(inputs, tmp_path):
+    """As a command, with a Ray of its own."""
+    overrides = [
+        *inputs.overrides(tmp_path / "run"),
+        "grpo.media_alignment.enabled=false",
+        "data.shuffle=false",
+        "grpo.max_num_steps=1",
+    ]
+    command = [sys.executable, "-m", "nemo_rl_ext", "grpo", "--config", str(inputs.config), *overrides]
+    with open(tmp_path / "output", "w") as output:
+        driver = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+    started = set()
+    while driver.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started.update(driver.children(recursive=True))
+        time.sleep(0.2)
+    output = " ".join((tmp_path / "output").read_text().split())
+    assert driver.returncode == 2, output
+    assert re.search(r"Got \d+ feature vectors for \d+ placeholder tokens.*enabled=true", output), output
+    assert len(started) > 4
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch):
@@ -118,16 +142,17 @@ def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch)
             os.kill(pid, signal.SIGKILL)
             killed[name] = pid
 
-    original = loop._train
+    started = loop.start
 
-    def train(live, log, directory):
-        thread = threading.Thread(target=sabotage, args=(live,), daemon=True)
-        thread.start()
-        record = original(live, log, directory)
-        thread.join(timeout=60)
-        return record
+    @contextlib.contextmanager
+    def sabotaged(*args):
+        with started(*args) as live:
+            thread = threading.Thread(target=sabotage, args=(live,), daemon=True)
+            thread.start()
+            yield live
+            thread.join(timeout=60)
 
-    monkeypatch.setattr(loop, "_train", train)
+    monkeypatch.setattr(loop, "start", sabotaged)
     last = run(config)
     assert set(killed) == {"aligner", "engine"}
     assert last["rollout/engine_restarts"] >= 1
@@ -135,25 +160,6 @@ def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch)
     assert [record["step"] for record in records(config)] == [1, 2, 3, 4]
     assert all(record["alignment/rows"] == 40 for record in records(config))
     assert all(record["alignment/rows_masked"] == 0 for record in records(config))
-
-
-def test_nothing_is_left_running_after_a_failed_run(configure):
-    import psutil
-
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with pytest.raises(ValueError, match="feature vectors"):
-        run(configure("grpo.media_alignment.enabled=false", "data.shuffle=false"))
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        left = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process.pid not in before and process.status() != psutil.STATUS_ZOMBIE
-        ]
-        if not left:
-            break
-        time.sleep(0.2)
-    assert not left
 
 
 def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, inputs, tmp_path):

@@ -33,6 +33,7 @@ def started(inputs, tmp_path):
         "grpo.max_num_steps=1000",
         "grpo.num_prompts_per_step=4",
         "grpo.num_generations_per_prompt=2",
+        "grpo.media_alignment.num_aligners=1",
         "checkpointing.save_period=1",
     ]
     with open(tmp_path / "output", "w") as output:

@@ -75,6 +75,7 @@ def test_a_restart_by_torchrun_is_not_ended_by_the_attempt_before(tmp_path, monk
                     time.sleep(0.2)  # long enough for the watching threads to look
                     dist.all_reduce(torch.ones(8))
                 os.write(1, f"finished {os.environ['RANK']}\\n".encode())
+                dist.destroy_process_group()
 
             main()
         """)

@@ -304,7 +304,7 @@ def test_an_exception_that_may_be_caught_is_not(scenario):
 
 def test_a_cleanup_that_waits_for_no_rank_is_let_be(monkeypatch):
     """Such as one that writes a checkpoint."""
-    monkeypatch.setattr(inflight, "_WAITS", ("/torch/elsewhere/",))
+    monkeypatch.setattr(inflight, "WAITS", ("/torch/elsewhere/",))
     (found,) = look_at(own_finally)
     assert found.fatal and not found.waits
 

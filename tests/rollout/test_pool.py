@@ -39,16 +39,12 @@ def config(tiny_checkpoint, media_dir):
 
 
 @pytest.fixture(scope="module")
-def pool(config):
-    import ray
-
+def pool(config, cluster):
     from nemo_rl_ext.rollout.pool import AlignerPool
 
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, ignore_reinit_error=False)
     pool = AlignerPool(config, 2)
     yield pool
     pool.shutdown()
-    ray.shutdown()
 
 
 def request(family, lengths, names, row="r", **kwargs):

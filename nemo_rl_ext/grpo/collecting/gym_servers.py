@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import tempfile
@@ -178,6 +179,8 @@ def _launch(gym: Path, config: GymConfig, ray_dir: str) -> GymServers:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # A shell's background job ignores Ctrl-C and so would Gym, which is ended by that signal.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     return GymServers(process, f"http://127.0.0.1:{port}", log_path)
 
