@@ -20,7 +20,8 @@ from typing import Any
 from PIL import Image
 
 from nemo_rl_ext.align.grids import DynamicTiler, Size
-from nemo_rl_ext.manifest.advice import RowImages, advise, limit_for_any
+from nemo_rl_ext.manifest.advice import RowImages, advise
+from nemo_rl_ext.manifest.shared_context import limit_for_any
 
 LIMITS = {
     "released (1024 to 13312)": DynamicTiler(16, 2, 1024, 13312),
@@ -118,7 +119,7 @@ def cell(
     # Its own number for each request, as `check` gives it for a manifest of one row.
     line["for these images"] = {"requests": 0, "differing": 0}
     for (turns, text), row in list(zip(requests, rows, strict=True))[:OWN_NUMBERS]:
-        limit = advise([row], tiler, max_model_len).max_num_patches
+        limit = advise([row], tiler, max_model_len).limit
         if limit is not None:
             one = _differing_under(tiler, limit, max_model_len, [(turns, text)], rng)
             line["for these images"]["requests"] += 1

@@ -9,9 +9,9 @@ resolution share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from nemo_rl_ext.align.grids import Grid, Size
 
@@ -32,11 +32,17 @@ def uses_fixed_tiles(config: Mapping[str, Any]) -> bool:
 class FixedTiler:
     """`tile_size` and `patch_size` in pixels, `merge_size` in patches, `max_num_tiles` without the thumbnail."""
 
+    limit_name: ClassVar[str] = "max_tiles"
+    shares_context: ClassVar[bool] = False
+    reserved_tokens: ClassVar[int] = 0
+
     tile_size: int
     patch_size: int
     merge_size: int
     max_num_tiles: int
     use_thumbnail: bool
+    argument: str = "max_num_tiles"
+    """What a checkpoint, and a request to its engine, call the most tiles."""
 
     def __post_init__(self) -> None:
         if self.tile_size % (self.patch_size * self.merge_size):
@@ -44,6 +50,23 @@ class FixedTiler:
                 f"tile_size {self.tile_size} must be a multiple of patch_size x merge_size "
                 f"({self.patch_size} x {self.merge_size})"
             )
+
+    @property
+    def limit(self) -> int:
+        return self.max_num_tiles
+
+    @property
+    def least_limit(self) -> int:
+        return 1
+
+    def with_limit(self, limit: int) -> FixedTiler:
+        return replace(self, max_num_tiles=limit)
+
+    def of_row(self, max_num_tiles: int | None) -> FixedTiler:
+        return self.with_limit(max_num_tiles or self.limit)
+
+    def meet(self, other: FixedTiler) -> FixedTiler:
+        return self.with_limit(min(self.limit, other.limit))
 
     @property
     def patches_per_side(self) -> int:
@@ -60,6 +83,26 @@ class FixedTiler:
 
     def num_tokens(self, grid: Grid) -> int:
         return self.num_tiles(grid) * self.tokens_per_tile
+
+    def static_grid(self, size: Size) -> Grid:
+        """The grid under the configured number of tiles."""
+        return self.grid(size)
+
+    def joint_grids(self, sizes: Sequence[Size], num_tokens: int) -> tuple[Grid, ...] | None:
+        """Each image's own grid: they share nothing."""
+        return tuple(self.grid(size) for size in sizes)
+
+    def fixed_grid(self, size: Size, num_patches: int) -> Grid | None:
+        """The largest canvas that an image of this size can have and that is its own: 3x3 tiles may become 4x4."""
+        side = self.patch_size
+        canvases = {self.grid(size, number) for number in range(1, self.max_num_tiles + 1)}
+        usable = [
+            grid
+            for grid in canvases
+            if self.num_tokens(grid) * self.merge_size**2 <= num_patches
+            and self.grid((grid.height * side, grid.width * side)) == grid
+        ]
+        return max(usable, key=lambda grid: (grid.num_patches, grid), default=None)
 
     def grid(self, size: Size, max_num_tiles: int | None = None) -> Grid:
         """The patch grid of an image of (height, width) pixels, the thumbnail not counted in it."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+
+from nemo_rl_ext.align.even_grids import nearest_even
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -58,6 +60,10 @@ class DynamicTiler:
     `patch_size` is in pixels, `merge_size` in patches, and a `max_num_patches` of 0 means no limit.
     """
 
+    limit_name: ClassVar[str] = "max_num_patches"
+    shares_context: ClassVar[bool] = True
+    reserved_tokens: ClassVar[int] = RESERVED_TOKENS
+
     patch_size: int
     merge_size: int
     min_num_patches: int
@@ -69,6 +75,40 @@ class DynamicTiler:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_patches < 0:
             raise ValueError(f"max_num_patches must be 0 (no limit) or positive, got {self.max_num_patches}")
+
+    @property
+    def limit(self) -> int:
+        return self.max_num_patches
+
+    @property
+    def least_limit(self) -> int:
+        return self.min_num_patches
+
+    def with_limit(self, limit: int) -> DynamicTiler:
+        return replace(self, max_num_patches=limit)
+
+    def of_row(self, max_num_tiles: int | None) -> DynamicTiler:
+        return self
+
+    def meet(self, other: DynamicTiler) -> DynamicTiler:
+        least = max(self.min_num_patches, other.min_num_patches)
+        limits = [limit for limit in (self.limit, other.limit) if limit]
+        return replace(self, min_num_patches=least, max_num_patches=max(least, min(limits)) if limits else 0)
+
+    def num_tokens(self, grid: Grid) -> int:
+        return grid.num_tokens(self.merge_size)
+
+    def fixed_grid(self, size: Size, num_patches: int) -> Grid | None:
+        """An odd side is rounded up on both sides, and a grid below the minimum is raised: even ones between stay."""
+        most = min(num_patches, self.max_num_patches) if self.max_num_patches else num_patches
+        sides = nearest_even(
+            size,
+            self.static_grid(size),
+            step=math.lcm(2, self.merge_size),
+            least=self.min_num_patches,
+            most=most,
+        )
+        return sides and Grid(*sides)
 
     def grid(self, size: Size, budget: int) -> Grid:
         """The grid that the engine chooses for one image under a budget of patches.

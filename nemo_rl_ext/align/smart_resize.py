@@ -10,12 +10,16 @@ its limit monotonically, in both sides, so a number of tokens is reached by at m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from nemo_rl_ext.align.even_grids import nearest_even
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.limits import Limits
 
+WIDEST = 200
+"""The longest side of a picture that the processor takes, as a multiple of the shortest."""
 Units = tuple[int, int]
 """(height, width) in merged patches: one token each."""
 
@@ -26,6 +30,10 @@ class SmartResizer:
 
     `over_all_frames`: the limits hold for a whole clip, frame count times area, instead of for one frame.
     """
+
+    limit_name: ClassVar[str] = "max_pixels"
+    shares_context: ClassVar[bool] = False
+    reserved_tokens: ClassVar[int] = 0
 
     patch_size: int
     merge_size: int
@@ -43,6 +51,58 @@ class SmartResizer:
     def factor(self) -> int:
         """Pixels of one side of a token."""
         return self.patch_size * self.merge_size
+
+    @property
+    def limit(self) -> int:
+        return self.max_pixels
+
+    @property
+    def least_limit(self) -> int:
+        return self.min_pixels
+
+    def with_limit(self, limit: int) -> SmartResizer:
+        return replace(self, max_pixels=limit)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> SmartResizer:
+        """Under a request's `size`, `min_pixels` and `max_pixels`, the last two first, as vLLM reads them."""
+        edges = arguments.get("size") or {}
+        low, high = (
+            next((value for value in (arguments.get(name), edges.get(edge)) if value is not None), own)
+            for name, edge, own in (
+                ("min_pixels", "shortest_edge", self.min_pixels),
+                ("max_pixels", "longest_edge", self.max_pixels),
+            )
+        )
+        return replace(self, min_pixels=int(low), max_pixels=int(high))
+
+    def of_row(self, max_num_tiles: int | None) -> SmartResizer:
+        return self
+
+    def meet(self, other: SmartResizer) -> SmartResizer:
+        least = max(self.min_pixels, other.min_pixels)
+        return replace(self, min_pixels=least, max_pixels=max(least, min(self.max_pixels, other.max_pixels)))
+
+    def num_tokens(self, grid: Grid) -> int:
+        return grid.num_tokens(self.merge_size)
+
+    def joint_grids(self, sizes: Sequence[Size], num_tokens: int) -> tuple[Grid, ...] | None:
+        """Each image's own grid: they share nothing. None where the processor refuses the shape of one."""
+        if any(self._picture(size, 1).is_refused for size in sizes):
+            return None
+        return tuple(self.static_grid(size) for size in sizes)
+
+    def fixed_grid(self, size: Size, num_patches: int) -> Grid | None:
+        """Whole tokens between both limits are neither rounded, shrunk nor grown."""
+        area = self.patch_size**2
+        sides = nearest_even(
+            size,
+            self.static_grid(size),
+            step=self.merge_size,
+            least=-(-self.min_pixels // area),
+            most=min(num_patches, self.max_pixels // area),
+            widest=WIDEST,
+        )
+        return sides and Grid(*sides)
 
     def static_grid(self, size: Size, num_frames: int = 1) -> Grid:
         """The grid under the configured limits; of a size that the processor refuses, what it would be."""
@@ -129,7 +189,7 @@ class _Picture:
 
     @property
     def is_refused(self) -> bool:
-        return max(self.height, self.width) / min(self.height, self.width) > 200
+        return max(self.height, self.width) / min(self.height, self.width) > WIDEST
 
     def shrunk(self, max_pixels: int) -> Units:
         factor = self.factor

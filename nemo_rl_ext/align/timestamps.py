@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which frames a tubelet holds, read from the text that the engine wrote before its run.
+"""Which frames a tubelet holds: the text that the engine writes before its run, and how it is read.
 
 The form is `get_video_repl`'s (vllm/transformers_utils/processors/nano_nemotron_vl.py):
 `Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>...</img>`, tubelets joined by newlines,
@@ -8,6 +8,7 @@ times being `index * int(1000 / fps) / 1000` with two decimals.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,3 +74,32 @@ def frame_indices(times: Sequence[str], fps: float, *, hint: Sequence[int] = ())
             return None
         out.append(fits[0])
     return tuple(out)
+
+
+def frame_duration_ms(fps: float) -> int:
+    """The engine's whole milliseconds per frame. Raises `ValueError` for a rate that leaves none."""
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"expected a positive frame rate, got {fps}")
+    duration = int(1000.0 / fps)
+    if duration < 1:
+        raise ValueError(f"a frame rate of {fps} leaves no whole millisecond per frame")
+    return duration
+
+
+def timestamps(frame_indices: Sequence[int], fps: float) -> tuple[float, ...]:
+    """Seconds of each frame, as the engine counts them: index x whole milliseconds per frame."""
+    duration = frame_duration_ms(fps)
+    return tuple(int(index) * duration / 1000.0 for index in frame_indices)
+
+
+def tubelet_texts(frame_indices: Sequence[int], fps: float, temporal_patch_size: int) -> tuple[str, ...]:
+    """The text that stands before the run of each tubelet, the newline between tubelets included."""
+    times = timestamps(frame_indices, fps)
+    texts = []
+    for start in range(0, len(times), temporal_patch_size):
+        frames = [
+            f"{'frame' if offset else 'Frame'} {start + offset + 1} sampled at {time:.2f} seconds"
+            for offset, time in enumerate(times[start : start + temporal_patch_size])
+        ]
+        texts.append(("\n" if start else "") + " and ".join(frames) + ": ")
+    return tuple(texts)

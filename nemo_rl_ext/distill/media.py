@@ -20,6 +20,7 @@ from nemo_rl_ext.align.families.family import Geometry, MediaFamily
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.runs import PlaceholderRun, PlaceholderRuns, RunKind, find_runs
+from nemo_rl_ext.align.timestamps import tubelet_texts
 from nemo_rl_ext.align.turn import align_turn
 from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.distill.data import EncodedPrompt, PlacedMedia, Row
@@ -27,7 +28,6 @@ from nemo_rl_ext.distill.records import Record, RecordError
 from nemo_rl_ext.media.errors import MediaDecodeError
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.media.sampling import tubelet_texts
 from nemo_rl_ext.media.video import Backend, load_video
 
 VIDEO_MARKER = "<video>"

@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_ext.align.grids import DynamicTiler
 from nemo_rl_ext.integration.settings import BLOCK, RecipeError, pick
-from nemo_rl_ext.manifest.advice import context_for_any
-from nemo_rl_ext.manifest.forecast import EngineModel
 from nemo_rl_ext.manifest.prevention import require_any_images
+from nemo_rl_ext.manifest.shared_context import context_for_any
 from nemo_rl_ext.models.limits import run_limits
 
 logger = logging.getLogger(__name__)
@@ -46,20 +46,33 @@ def check_prevention(config: Any) -> None:
             f"the engine re-sizes any. Not known: {'; '.join(missing)}. Name them in the recipe, or set prevent: false"
         )
     try:
-        tiler = run_limits(model, processor=processor, hf_overrides=pick(config, f"{_VLLM}.hf_overrides"))
+        sizer = run_limits(
+            model,
+            processor=processor,
+            hf_overrides=pick(config, f"{_VLLM}.hf_overrides"),
+            arguments=pick(config, f"{_VLLM}.mm_processor_kwargs"),
+        )
     except ValueError as error:
         raise RecipeError(f"{BLOCK}.prevent: {error}") from None
     try:
-        require_any_images(num_images, 0, EngineModel(tiler=tiler, max_model_len=max_model_len))
+        require_any_images(num_images, 0, sizer, max_model_len)
     except ValueError as error:
         raise RecipeError(str(error)) from None
+    if not isinstance(sizer, DynamicTiler):
+        logger.info(
+            "%s.prevent: images share nothing, and engine and trainer read %s %d alike",
+            BLOCK,
+            sizer.limit_name,
+            sizer.limit,
+        )
+        return
     logger.info(
         "%s.prevent: up to %d images of any size keep their grids beside at most %d tokens of text; whether the "
         "rows have more is not known here, `nemo-rl-ext check MANIFEST --model %s --max-model-len %d` says it. A row "
         "that is re-sized all the same is masked or raised as on_unalignable says",
         BLOCK,
         num_images,
-        max_model_len - context_for_any(num_images, 0, tiler),
+        max_model_len - context_for_any(num_images, 0, sizer),
         model,
         max_model_len,
     )

@@ -213,7 +213,9 @@ class _Checker:
         """What only shows when all rows are known."""
         engine = self._config.engine
         if any(row.sizes for row in self._images):
-            self._report.advice = advise(self._images, engine.tiler, engine.max_model_len)
+            self._report.advice = advise(
+                self._images, engine.sizer, engine.max_model_len, trainer=engine.family.sizer
+            )
         problem = ""
         if not self._report.num_rows and not self._report.faults:
             problem = "expected one JSON object per line, found an empty file"

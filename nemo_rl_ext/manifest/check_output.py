@@ -56,29 +56,32 @@ def _advice(advice: Advice | None, engine: EngineModel) -> Iterator[str]:
     """Sentences on how to keep the engine from re-sizing."""
     if advice is None:
         return
-    place = f"at max_model_len {engine.max_model_len} and max_num_patches {engine.tiler.max_num_patches}"
     rows = counted(advice.num_rows, "row") + " with images"
-    if not advice.num_resized:
-        yield f"{place} the engine re-sizes no image of {rows}, whatever its cache and version"
+    if not advice.is_needed:
+        yield f"at {engine.limits} the engine re-sizes no image of {rows}, whatever its cache and version"
         return
-    yield f"{place} the engine may re-size images in {advice.num_resized} of {rows}; prevent it with one of"
+    bad = [f"may re-size images in {advice.num_resized}"] if advice.num_resized else []
+    bad += [f"refuses {advice.num_too_long}"] if advice.num_too_long else []
+    yield f"at {engine.limits} the engine {' and '.join(bad)} of {rows}; prevent it with one of"
     if advice.num_hopeless:
         yield f"  (not in {advice.num_hopeless} of them, whose text leaves no room for the smallest grids)"
-    if advice.max_num_patches is not None and advice.resolution:
-        yield f"  max_num_patches {advice.max_num_patches} (`nemo-rl-ext pin`), the largest for these images"
+    name = advice.limit_name
+    if advice.limit is not None and advice.resolution:
+        alone = " and no mm_processor_kwargs for the engine" if engine.arguments else ""
+        yield f"  {name} {advice.limit} (`nemo-rl-ext pin`){alone}, the largest for these images"
         for kind, cost in advice.resolution.items():
             yield f"    {kind}: {cost.mean:.0%} of the linear resolution on average, {cost.worst:.0%} at worst"
-    if advice.any_max_num_patches is not None:
+    if advice.any_limit is not None:
         yield (
-            f"  max_num_patches {advice.any_max_num_patches} for any {counted(advice.max_images, 'image')} per request "
+            f"  {name} {advice.any_limit} for any {counted(advice.max_images, 'image')} per request "
             f"with at most {advice.max_text_tokens} tokens of text"
         )
-    fits = (
-        ""
-        if advice.fitting_model_len <= advice.max_model_len
-        else f", {advice.fitting_model_len} to fit every row"
-    )
-    yield f"  max_model_len {advice.max_model_len}, the smallest for the present limit{fits}"
+    if advice.max_model_len is not None:
+        longer = advice.fitting_model_len > advice.max_model_len
+        fits = f", {advice.fitting_model_len} to fit every row" if longer else ""
+        yield f"  max_model_len {advice.max_model_len}, the smallest for the present limit{fits}"
+    elif advice.num_too_long:
+        yield f"  max_model_len {advice.fitting_model_len}, the smallest that holds every row"
     yield "  `nemo-rl-ext fit`, which re-sizes each row's images once, to its own share"
 
 

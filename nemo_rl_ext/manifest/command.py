@@ -11,27 +11,11 @@ import typer
 from nemo_rl_ext.manifest import options
 
 
+@options.with_options
 def check(
     ctx: typer.Context,
     manifest: options.Manifest,
-    model: options.Model = None,
-    max_model_len: options.MaxModelLen = 32768,
-    max_new_tokens: options.MaxNewTokens = 0,
-    num_frames: options.NumFrames = 8,
-    limit_images: Annotated[
-        int | None, typer.Option(min=0, help="Images that one request may carry (limit_mm_per_prompt.image).")
-    ] = None,
-    limit_videos: Annotated[
-        int | None, typer.Option(min=0, help="Clips that one request may carry (limit_mm_per_prompt.video).")
-    ] = None,
-    min_num_patches: options.MinNumPatches = 1024,
-    max_num_patches: options.MaxNumPatches = 13312,
-    temporal_patch_size: options.TemporalPatchSize = 2,
-    video_num_patches: options.VideoNumPatches = 1024,
-    video_backend: options.VideoBackend = "opencv",
-    media_root: options.MediaRoot = None,
-    allow_remote: options.AllowRemote = False,
-    max_pixels: options.MaxPixels = None,
+    shared: options.Options,
     decode: Annotated[bool, typer.Option(help="Decode media whole, or read their headers only.")] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as faults.")] = False,
     as_json: options.AsJson = False,
@@ -53,24 +37,13 @@ def check(
     from nemo_rl_ext.manifest.check_output import print_report
     from nemo_rl_ext.manifest.measuring import CheckConfig
 
-    engine = options.engine_of(
-        model,
-        min_num_patches=min_num_patches,
-        max_num_patches=max_num_patches,
-        temporal_patch_size=temporal_patch_size,
-        video_num_patches=video_num_patches,
-        max_model_len=max_model_len,
-        max_new_tokens=max_new_tokens,
-        num_frames=num_frames,
-        limit_images=limit_images,
-        limit_videos=limit_videos,
-    )
+    engine = shared.engine()
     config = CheckConfig(
-        policy=options.policy_of(media_root, allow_remote, max_pixels),
+        policy=shared.policy(),
         engine=engine,
         decode=decode,
         num_workers=workers,
-        video_backend=video_backend,
+        video_backend=shared.video_backend,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     quiet = as_json or bool(getattr(ctx.obj, "quiet", False))
@@ -84,6 +57,6 @@ def check(
     if as_json:
         typer.echo(found.to_json())
     else:
-        print_report(Console(), found, engine, show, estimated=model is None)
+        print_report(Console(), found, engine, show, estimated=shared.model is None)
     if found.failed or (strict and found.warnings):
         raise typer.Exit(1)

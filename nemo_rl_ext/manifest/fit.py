@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A manifest whose images no engine re-sizes: every image re-sized once, to a grid that both sides keep as it is.
 
-A grid of even sides between `min_num_patches` and the image's share of the context is a fixed point of the engine's and
-of the trainer's arithmetic (an odd side is rounded up by both, and a grid below the minimum is raised). The shares of a
-row add up to what its images have together with all text deducted, so that siblings, turns and caches change nothing.
+Each family knows which grids are fixed points of its engine's and its trainer's arithmetic (`Sizer.fixed_grid`). The
+shares of a row add up to what its images have together with all text deducted: the row fits, and siblings, turns and
+caches change nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
@@ -20,11 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
-from nemo_rl_ext.align.grids import DynamicTiler, Grid, Size
-from nemo_rl_ext.manifest.advice import Advice, RowImages, advise, row_images, shared_patches
+from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.sizer import Sizer
+from nemo_rl_ext.align.wording import counted
+from nemo_rl_ext.manifest.advice import Advice, RowImages, advise, row_images
 from nemo_rl_ext.manifest.check import measured_items
 from nemo_rl_ext.manifest.forecast import forecast
 from nemo_rl_ext.manifest.loading import RowFault, scan_manifest
@@ -108,6 +108,7 @@ class _Fitter:
     def __init__(self, path: Path, out: Path, config: CheckConfig, text_tokens: int) -> None:
         self._path, self._out, self._config, self._text_tokens = path, out, config, text_tokens
         self._measure = Measurements(config, path.parent)
+        self._sizer = config.engine.sizer.meet(config.engine.family.sizer)
         name = "rows.jsonl" if str(path) == STDIN else path.name
         for suffix in (".gz", ".zst", ".bz2", ".xz"):
             name = name.removesuffix(suffix)
@@ -140,24 +141,27 @@ class _Fitter:
         if self._kept:
             report.worst, report.mean = min(self._kept), sum(self._kept) / len(self._kept)
             engine = self._config.engine
-            report.advice = advise(self._rows, engine.tiler, engine.max_model_len)
+            report.advice = advise(
+                self._rows, engine.sizer, engine.max_model_len, trainer=engine.family.sizer
+            )
         return report
 
     def _row(self, row: ManifestRow, raw: dict[str, Any]) -> dict[str, Any]:
-        engine, tiler = self._config.engine, self._config.engine.tiler
+        engine, sizer = self._config.engine, self._sizer
         sizes = {media: self._measure.now(row, media) for media in row.media_refs()}
         items = measured_items(row, sizes)
         predicted = forecast(row, items, engine)
         needs = row_images(items, predicted, engine.max_new_tokens)
         text = max(needs.text_tokens, self._text_tokens)
         images = [media for media in row.media_refs() if media.kind == "image"]
-        shared = shared_patches(engine.max_model_len - max(needs.other_tokens - 4, 0), text, tiler)
-        grids = fitted_grids(needs.sizes, shared, tiler)
+        taken = max(needs.other_tokens, sizer.reserved_tokens) + text
+        shared = sizer.merge_size**2 * max(engine.max_model_len - taken, 0)
+        grids = fitted_grids(needs.sizes, shared, sizer)
         if grids is None:
             problem = (
-                f"its smallest grids need {len(images) * tiler.min_num_patches} patches, and {text} tokens of text "
-                f"leave {shared}: the engine re-sizes its images all the same, or refuses it; raise max_model_len or "
-                "split the row"
+                f"its {counted(len(images), 'image')} do not fit at their smallest: {text} tokens of text leave "
+                f"{shared} patches for them. The engine re-sizes its images all the same, or refuses it; raise "
+                "max_model_len or split the row"
             )
             self._report.resized_anyway.append(
                 RowFault(file=str(self._path), line=row.line, field="", problem=problem)
@@ -173,8 +177,8 @@ class _Fitter:
                 _replace(raw, media, moved)
         if made:
             raw["fitted_media"] = made
-        if made and sum(grid.num_patches for grid in grids) <= shared:
-            patch = tiler.patch_size
+        if made and sum(map(sizer.num_tokens, grids)) * sizer.merge_size**2 <= shared:
+            patch = sizer.patch_size
             pixels = tuple((grid.height * patch, grid.width * patch) for grid in grids)
             self._rows.append(
                 RowImages(kind=needs.kind, sizes=pixels, text_tokens=text, other_tokens=needs.other_tokens)
@@ -182,18 +186,17 @@ class _Fitter:
         return raw
 
     def _alone(self, size: Size) -> Grid:
-        tiler = self._config.engine.tiler
-        return fixed_grid(size, tiler.max_num_patches or tiler.own_budget(size), tiler) or tiler.static_grid(
-            size
-        )
+        static = self._sizer.static_grid(size)
+        cost = self._sizer.num_tokens(static) * self._sizer.merge_size**2
+        return self._sizer.fixed_grid(size, max(cost, self._sizer.limit)) or static
 
     def _image(self, row: ManifestRow, media: MediaRef, grid: Grid) -> FittedImage:
         image = load_image(media.ref, self._config.policy, base_dir=self._path.parent, where=row.where)
-        tiler, report = self._config.engine.tiler, self._report
-        size = (grid.height * tiler.patch_size, grid.width * tiler.patch_size)
+        sizer, report = self._sizer, self._report
+        size = (grid.height * sizer.patch_size, grid.width * sizer.patch_size)
         report.num_images += 1
         report.num_changed += image.size != size
-        self._kept.append(math.sqrt(grid.num_patches / tiler.static_grid(image.size).num_patches))
+        self._kept.append(math.sqrt(grid.num_patches / sizer.static_grid(image.size).num_patches))
         key = (image.content_hash, grid)
         if key not in self._files:
             picture = Image.fromarray(image.pixels)
@@ -230,49 +233,21 @@ class _Fitter:
         return self._passed[source]
 
 
-def fitted_grids(sizes: Sequence[Size], shared: int, tiler: DynamicTiler) -> tuple[Grid, ...] | None:
+def fitted_grids(sizes: Sequence[Size], shared: int, sizer: Sizer) -> tuple[Grid, ...] | None:
     """A fixed grid per image of a row, together no more than `shared` patches; None where not even the smallest fit.
 
     Images that need less than an equal share keep what they have alone, and leave the rest to the others.
     """
     grids: list[Grid] = [Grid(0, 0)] * len(sizes)
     left = shared
-    order = sorted(range(len(sizes)), key=lambda index: tiler.static_grid(sizes[index]).num_patches)
+    order = sorted(range(len(sizes)), key=lambda index: sizer.static_grid(sizes[index]).num_patches)
     for position, index in enumerate(order):
-        share = left // (len(order) - position)
-        limit = min(share, tiler.max_num_patches) if tiler.max_num_patches else share
-        grid = fixed_grid(sizes[index], limit, tiler)
+        grid = sizer.fixed_grid(sizes[index], left // (len(order) - position))
         if grid is None:
             return None
         grids[index] = grid
-        left -= grid.num_patches
+        left -= sizer.num_tokens(grid) * sizer.merge_size**2
     return tuple(grids)
-
-
-@functools.lru_cache(maxsize=65_536)
-def fixed_grid(size: Size, limit: int, tiler: DynamicTiler) -> Grid | None:
-    """The grid of even sides, `min_num_patches` to `limit` patches, that is nearest to what the image has alone.
-
-    Near is a small change of the sides' ratio first, and of the area second; None where no grid is in between.
-    """
-    step = math.lcm(2, tiler.merge_size)
-    static = tiler.static_grid(size)
-    area = min(max(static.num_patches, tiler.min_num_patches), limit)
-    heights = np.arange(step, limit // step + 1, step)
-    if not len(heights):
-        return None
-    ideal = np.stack([heights * size[1] / size[0], area / heights, tiler.min_num_patches / heights])
-    widths = np.concatenate([np.floor(ideal / step), np.ceil(ideal / step)]).astype(np.int64) * step
-    patches = widths * heights
-    usable = (widths >= step) & (patches >= tiler.min_num_patches) & (patches <= limit)
-    if not usable.any():
-        return None
-    stretch = np.abs(np.log(np.maximum(widths, 1) / heights * (size[0] / size[1])))
-    shrink = np.abs(np.log(np.maximum(patches, 1) / area))
-    cost = np.where(usable, 2 * stretch + shrink, np.inf)
-    _, column = np.unravel_index(int(cost.argmin()), cost.shape)
-    row = int(cost[:, column].argmin())
-    return Grid(int(heights[column]), int(widths[row, column]))
 
 
 def _with_lines(path: Path, config: CheckConfig) -> Iterator[tuple[bytes, ManifestRow | RowFault]]:

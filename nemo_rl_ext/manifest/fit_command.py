@@ -12,26 +12,16 @@ import typer
 from nemo_rl_ext.manifest import options
 
 
+@options.with_options
 def fit(
     manifest: options.Manifest,
     out: Annotated[
         Path, typer.Argument(help="Directory to write: the new manifest, and media/. Must not exist.")
     ],
-    model: options.Model = None,
-    max_model_len: options.MaxModelLen = 32768,
-    max_new_tokens: options.MaxNewTokens = 0,
+    shared: options.Options,
     text_tokens: Annotated[
         int, typer.Option(min=0, help="Text to reserve in every row, for rows that are forecast with less.")
     ] = 0,
-    num_frames: options.NumFrames = 8,
-    min_num_patches: options.MinNumPatches = 1024,
-    max_num_patches: options.MaxNumPatches = 13312,
-    temporal_patch_size: options.TemporalPatchSize = 2,
-    video_num_patches: options.VideoNumPatches = 1024,
-    video_backend: options.VideoBackend = "opencv",
-    media_root: options.MediaRoot = None,
-    allow_remote: options.AllowRemote = False,
-    max_pixels: options.MaxPixels = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Re-size every image of a manifest once, to its share of the context, so that no engine does.
@@ -42,18 +32,10 @@ def fit(
     from nemo_rl_ext.manifest.fit import fit_manifest
     from nemo_rl_ext.manifest.measuring import CheckConfig
 
-    engine = options.engine_of(
-        model,
-        min_num_patches=min_num_patches,
-        max_num_patches=max_num_patches,
-        temporal_patch_size=temporal_patch_size,
-        video_num_patches=video_num_patches,
-        max_model_len=max_model_len,
-        max_new_tokens=max_new_tokens,
-        num_frames=num_frames,
+    engine = shared.engine()
+    config = CheckConfig(
+        policy=shared.policy(), engine=engine, decode=False, video_backend=shared.video_backend
     )
-    policy = options.policy_of(media_root, allow_remote, max_pixels)
-    config = CheckConfig(policy=policy, engine=engine, decode=False, video_backend=video_backend)
     report = fit_manifest(manifest, out, config, text_tokens=text_tokens)
     if as_json:
         import json
@@ -72,12 +54,12 @@ def fit(
             f"linear resolution on average, {report.worst:.0%} at worst"
         )
         if report.advice is not None:
+            context = report.advice.max_model_len or report.advice.fitting_model_len
             typer.echo(
-                f"no engine re-sizes them at max_model_len {report.advice.max_model_len} or more, with limits of "
-                f"{engine.tiler.min_num_patches} to {engine.tiler.max_num_patches} patches; a shorter context would, "
-                "and so would images that an agent adds"
+                f"no engine re-sizes them at max_model_len {context} or more, with the limits of {engine.limits}; a "
+                "shorter context would re-size or refuse them, and so would images that an agent adds"
             )
-        if model is None:
+        if shared.model is None:
             typer.echo(
                 "text lengths are estimated from bytes; --model DIR counts them, --text-tokens N reserves more"
             )

@@ -7,57 +7,34 @@ engine's choice also depends on its cache and its version.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler, Grid, Size
-from nemo_rl_ext.align.video_grids import VideoTiler
+from nemo_rl_ext.align.families.family import MediaFamily
+from nemo_rl_ext.align.families.registry import default_family, family_of
+from nemo_rl_ext.align.grids import Grid, Size
+from nemo_rl_ext.align.items import MediaItem
+from nemo_rl_ext.align.sizer import Sizer
 from nemo_rl_ext.manifest.row_media import template_content
 from nemo_rl_ext.manifest.rows import ManifestRow, Message
-from nemo_rl_ext.media.sampling import num_sampled_frames, sample_frames, tubelet_texts
+from nemo_rl_ext.media.sampling import sample_frames
 
-_WRAPPER_TOKENS = 2
 _TOKENS_PER_MESSAGE = 8
 _BYTES_PER_TOKEN = 4
-
-# The released Nemotron VL checkpoints.
-DEFAULT_TILER = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=1024, max_num_patches=13312)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VideoShape:
-    """How the engine sizes the frames of a clip; they do not share the images' budget."""
-
-    temporal_patch_size: int = 2
-    target_num_patches: int | None = 1024
-    """Patches per frame; None: frames become squares of `image_size`."""
-    maintain_aspect_ratio: bool = True
-    image_size: int = 512
-    """Side in pixels where no number of patches is set."""
-
-    def grid(self, size: Size, tiler: DynamicTiler) -> Grid:
-        """Patch grid of every frame (`get_video_target_size_and_feature_size`, vLLM's nano_nemotron_vl.py)."""
-        side = self.image_size // tiler.patch_size
-        squares = self.target_num_patches is None
-        return VideoTiler(
-            patch_size=tiler.patch_size,
-            merge_size=tiler.merge_size,
-            target_num_patches=side**2 if self.target_num_patches is None else self.target_num_patches,
-            maintain_aspect_ratio=self.maintain_aspect_ratio and not squares,
-            temporal_patch_size=self.temporal_patch_size,
-        ).grid(size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """The parts of an engine that decide about lengths."""
+    """The parts of an engine, and of the trainer beside it, that decide about lengths."""
 
-    tiler: DynamicTiler = DEFAULT_TILER
-    video: VideoShape = VideoShape()
+    family: MediaFamily = field(default_factory=default_family)
+    """The checkpoint's family, as the trainer has it."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own `mm_processor_kwargs`."""
     tokenizer: Any = None
     """A transformers tokenizer with a chat template, to count text; None estimates from the bytes."""
     max_model_len: int = 32_768
@@ -69,6 +46,27 @@ class EngineModel:
     """Images that one request may carry (`limit_mm_per_prompt.image`); None for no limit."""
     limit_videos: int | None = None
     """The same for clips."""
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for an engine's argument whose effect is not known."""
+        assert self.served
+
+    @property
+    def served(self) -> MediaFamily:
+        """The family as the engine has it."""
+        return self.family.served_with(self.arguments) if self.arguments else self.family
+
+    @property
+    def sizer(self) -> Sizer:
+        """How the engine sizes images."""
+        return self.served.sizer
+
+    @property
+    def limits(self) -> str:
+        """The context and the images' limit, in words."""
+        sizer, trainer = self.sizer, self.family.sizer
+        other = f" ({trainer.limit} of the trainer)" if trainer.limit != sizer.limit else ""
+        return f"max_model_len {self.max_model_len} and {sizer.limit_name} {sizer.limit}{other}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +118,12 @@ class RowForecast:
 
 def forecast(row: ManifestRow, media: Sequence[Measured], engine: EngineModel) -> RowForecast:
     """Predict the runs of a row whose media are `media`, in prompt order."""
-    tiler = engine.tiler
-    budget = engine.max_model_len - RESERVED_TOKENS
+    served = engine.served
+    sizer, trainer = (family.sizer.of_row(row.image_max_num_tiles) for family in (served, engine.family))
+    budget = engine.max_model_len - sizer.reserved_tokens
     images = [item for item in media if item.kind == "image"]
-    static = [tiler.static_grid(image.size) for image in images]
-    video_runs, timestamp_tokens, frame_runs_by_turn = _videos(row, media, engine)
+    static = [trainer.static_grid(image.size) for image in images]
+    video_runs, clips = _videos(row, media, engine, served)
     first_grids: dict[int, Grid] = {}
     resized: set[int] = set()
     changing: set[int] = set()
@@ -132,25 +131,25 @@ def forecast(row: ManifestRow, media: Sequence[Measured], engine: EngineModel) -
     grids: tuple[Grid, ...] = ()
     for turn in range(row.num_turns):
         shown = [image for image in images if image.turn <= turn]
-        joint = tiler.joint_grids([image.size for image in shown], budget)
+        joint = sizer.joint_grids([image.size for image in shown], budget)
         fits, grids = fits and joint is not None, joint or ()
         for index, grid in enumerate(grids):
             if grid != static[index]:
                 resized.add(index)
             if first_grids.setdefault(index, grid) != grid:
                 changing.add(index)
-        context = sum(grid.num_tokens(tiler.merge_size) for grid in grids)
-        context += sum(sum(runs) for place, runs in frame_runs_by_turn if place <= turn)
-        text = _text_tokens(row, turn, engine) + _WRAPPER_TOKENS * len(shown)
-        text += (
-            sum(tokens for place, tokens in timestamp_tokens if place <= turn) + turn * engine.max_new_tokens
+        context = sum(map(sizer.num_tokens, grids)) + sum(
+            sum(clip.runs) for clip in clips if clip.turn <= turn
         )
+        text = _text_tokens(row, turn, engine, served) + turn * engine.max_new_tokens
+        text += sum(_written(_image_item(image), engine, served) for image in shown)
+        text += sum(clip.text_tokens for clip in clips if clip.turn <= turn)
         length = context + text + engine.max_new_tokens
         fits = fits and length <= engine.max_model_len
-    runs = tuple(grid.num_tokens(tiler.merge_size) for grid in grids)
-    static_runs = tuple(grid.num_tokens(tiler.merge_size) for grid in static)
+    runs = tuple(map(sizer.num_tokens, grids))
+    static_runs = tuple(map(trainer.num_tokens, static))
     several = [
-        len(tiler.feasible_grids(image.size, run)) > 1 for image, run in zip(images, runs, strict=False)
+        len(sizer.feasible_grids(image.size, run)) > 1 for image, run in zip(images, runs, strict=False)
     ]
     return RowForecast(
         line=row.line,
@@ -170,33 +169,60 @@ def forecast(row: ManifestRow, media: Sequence[Measured], engine: EngineModel) -
     )
 
 
+@dataclass(frozen=True)
+class _Clip:
+    """What a clip takes of the context, from its turn on."""
+
+    turn: int
+    runs: tuple[int, ...]
+    text_tokens: int
+
+
 def _videos(
-    row: ManifestRow, media: Sequence[Measured], engine: EngineModel
-) -> tuple[tuple[int, ...], list[tuple[int, int]], list[tuple[int, list[int]]]]:
-    """All tubelet runs, and per clip its turn with the tokens of its timestamps and with its runs."""
-    all_runs: list[int] = []
-    timestamp_tokens, runs_by_turn = [], []
-    patch = engine.video.temporal_patch_size
+    row: ManifestRow, media: Sequence[Measured], engine: EngineModel, served: MediaFamily
+) -> tuple[tuple[int, ...], list[_Clip]]:
+    """All runs of all clips, and the clips."""
+    clips = []
     for item in media:
         if item.kind != "video":
             continue
-        num = item.num_frames
+        frames: Sequence[int] = range(item.num_frames)
         if not item.is_sampled:
-            num = num_sampled_frames(row.num_frames or engine.num_frames, item.num_frames, patch)
-        grid = engine.video.grid(item.size, engine.tiler)
-        runs = [grid.num_tokens(engine.tiler.merge_size)] * math.ceil(num / patch)
-        frames = range(num) if item.is_sampled else sample_frames(item.num_frames, num, fps=item.fps)
-        tokens = sum(_count(text, engine) for text in tubelet_texts(frames, item.fps, patch))
-        timestamp_tokens.append((item.turn, tokens + _WRAPPER_TOKENS * len(runs)))
-        runs_by_turn.append((item.turn, runs))
-        all_runs += runs
-    return tuple(all_runs), timestamp_tokens, runs_by_turn
+            frames = sample_frames(
+                item.num_frames,
+                row.num_frames or engine.num_frames,
+                temporal_patch_size=served.frames_per_tubelet(),
+                fps=item.fps,
+            )
+        clip = MediaItem(
+            kind="video",
+            size=item.size,
+            source=row.where,
+            frame_indices=tuple(frames),
+            fps=item.fps,
+            total_frames=item.num_frames,
+        )
+        (geometry,) = served.static([clip])
+        clips.append(_Clip(item.turn, served.run_lengths(geometry, "video"), _written(clip, engine, served)))
+    return tuple(run for clip in clips for run in clip.runs), clips
 
 
-def _text_tokens(row: ManifestRow, last_turn: int, engine: EngineModel) -> int:
+def _image_item(image: Measured) -> MediaItem:
+    return MediaItem(size=image.size, source="")
+
+
+def _written(item: MediaItem, engine: EngineModel, served: MediaFamily) -> int:
+    """Tokens that the engine writes for an item beside its context tokens."""
+    written = served.written(item)
+    return written.num_delimiters + sum(_count(text, engine) for text in written.texts)
+
+
+def _text_tokens(row: ManifestRow, last_turn: int, engine: EngineModel, served: MediaFamily) -> int:
     turns = [row.messages(turn) for turn in range(last_turn + 1)]
     if engine.tokenizer is not None:
-        return _count(_rendered(turns, engine.tokenizer), engine)
+        # Text on both sides of a placeholder is tokenized apart: special tokens will stand there.
+        between = "|".join(map(re.escape, served.placeholders()))
+        return sum(_count(text, engine) for text in re.split(between, _rendered(turns, engine.tokenizer)))
     total = 0
     for messages in turns:
         for message in messages:
@@ -212,38 +238,23 @@ def _count(text: str, engine: EngineModel) -> int:
 
 
 def engine_from_checkpoint(model_dir: str | Path, **settings: Any) -> EngineModel:
-    """The engine model of a Nemotron VL checkpoint directory; `settings` are further fields of `EngineModel`.
+    """The engine model of a checkpoint directory; `settings` are further fields of `EngineModel`.
 
-    Reads configuration files and the tokenizer, no weights and no code. Raises `ValueError` when it is not one.
+    Reads configuration files and the tokenizer, no weights and no code. Raises `ValueError` when it is not one, or for
+    an engine argument whose effect is not known.
     """
     from transformers import AutoTokenizer
 
-    from nemo_rl_ext.align.families.registry import family_of
-
-    tiler = getattr(family_of(model_dir), "tiler", None)
-    if not isinstance(tiler, DynamicTiler):
-        raise ValueError(f"{model_dir}: runs are forecast for families whose images share the context alone")
-    config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
-    vision = config.get("vision_config") or {}
-    target, side = vision.get("video_target_num_patches"), vision.get("video_target_img_size")
-    if target is None and side is not None:
-        target = math.ceil(side / tiler.patch_size) ** 2
-    video = VideoShape(
-        temporal_patch_size=int(vision.get("video_temporal_patch_size") or 1),
-        target_num_patches=target,
-        maintain_aspect_ratio=bool(vision.get("video_maintain_aspect_ratio", False)),
-        image_size=int(config.get("force_image_size") or 512),
-    )
+    family = family_of(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    return EngineModel(tiler=tiler, video=video, tokenizer=tokenizer, **settings)
+    return EngineModel(family=family, tokenizer=tokenizer, **settings)
 
 
 def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
-    """The prompt of the last turn without what stands for media, which the runs count, and without answers."""
+    """The prompt of the last turn without answers, as the chat template writes it."""
     chat: list[dict[str, Any]] = []
     for index, messages in enumerate(turns):
         if index:
             chat.append({"role": "assistant", "content": ""})
         chat += [{"role": message.role, "content": template_content(message)} for message in messages]
-    text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    return text.replace("<image>", "").replace("<video>", "")
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

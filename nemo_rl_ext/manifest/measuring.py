@@ -77,7 +77,7 @@ class Measurements:
                 ref,
                 policy,
                 num_frames=num_frames,
-                temporal_patch_size=self._config.engine.video.temporal_patch_size,
+                temporal_patch_size=self._config.engine.family.frames_per_tubelet(),
                 backend=backend,
                 base_dir=base_dir,
                 where=where,

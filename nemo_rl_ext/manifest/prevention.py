@@ -8,18 +8,15 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.align.sizer import Sizer
 from nemo_rl_ext.align.wording import counted
-from nemo_rl_ext.manifest.advice import (
-    RowImages,
-    advise,
-    context_for_any,
-    limit_for_any,
-    row_images,
-)
+from nemo_rl_ext.manifest.advice import RowImages, advise, row_images
 from nemo_rl_ext.manifest.check import measured_items
 from nemo_rl_ext.manifest.forecast import EngineModel, forecast
 from nemo_rl_ext.manifest.loading import Manifest
 from nemo_rl_ext.manifest.measuring import CheckConfig, Measurements
+from nemo_rl_ext.manifest.shared_context import context_for_any, limit_for_any
 from nemo_rl_ext.media.video import Backend
 
 logger = logging.getLogger(__name__)
@@ -38,8 +35,8 @@ def require_prevention(
         ValueError: with the limits, and every number that would do in their place.
     """
     rows = list(_rows(manifest, engine, video_backend))
-    advice = advise(rows, engine.tiler, engine.max_model_len)
-    place = f"at max_model_len {engine.max_model_len} and max_num_patches {engine.tiler.max_num_patches}"
+    advice = advise(rows, engine.sizer, engine.max_model_len, trainer=engine.family.sizer)
+    place = f"at {engine.limits}"
     if advice.num_hopeless:
         logger.warning(
             "%s: no limit helps %s, whose text leaves no room for the smallest grids %s: the engine refuses them, or "
@@ -49,44 +46,45 @@ def require_prevention(
             place,
         )
     if advice.num_resized > advice.num_hopeless:
-        pin = f"max_num_patches {advice.max_num_patches} (`nemo-rl-ext pin`), "
+        numbers = [] if advice.limit is None else [f"{advice.limit_name} {advice.limit} (`nemo-rl-ext pin`)"]
+        numbers += [] if advice.max_model_len is None else [f"max_model_len {advice.max_model_len}"]
         raise ValueError(
             f"grpo.media_alignment.prevent: {place} the engine may re-size images in {advice.num_resized} of "
             f"{counted(advice.num_rows, 'row')} with images of {manifest.path}. One of these would do: "
-            f"{'' if advice.max_num_patches is None else pin}max_model_len {advice.max_model_len}, or the manifest "
-            "that `nemo-rl-ext fit` makes of this one"
+            f"{', '.join([*numbers, 'or the manifest'])} that `nemo-rl-ext fit` makes of this one"
         )
     if any_images and engine.limit_images:
         text = max((row.text_tokens for row in rows), default=0)
-        require_any_images(engine.limit_images, text, engine)
+        require_any_images(engine.limit_images, text, engine.sizer, engine.max_model_len)
 
 
-def require_any_images(num_images: int, text_tokens: int, engine: EngineModel) -> None:
-    """Check that no `num_images` images of any size beside so much text make `engine` re-size one.
+def require_any_images(num_images: int, text_tokens: int, sizer: Sizer, max_model_len: int) -> None:
+    """Check that no `num_images` images of any size beside so much text make the engine re-size one.
 
     Raises:
         ValueError: with every number that would do.
     """
-    tiler, max_model_len = engine.tiler, engine.max_model_len
-    limit = limit_for_any(num_images, text_tokens, tiler, max_model_len)
-    if limit is not None and limit == tiler.max_num_patches:
+    if not isinstance(sizer, DynamicTiler):
         return
-    numbers = [] if limit is None else [f"max_num_patches {limit} (`nemo-rl-ext pin`)"]
-    if tiler.max_num_patches:
-        numbers.append(f"max_model_len {context_for_any(num_images, text_tokens, tiler)}")
+    limit = limit_for_any(num_images, text_tokens, sizer, max_model_len)
+    if limit is not None and limit == sizer.limit:
+        return
+    numbers = [] if limit is None else [f"{sizer.limit_name} {limit} (`nemo-rl-ext pin`)"]
+    if sizer.limit:
+        numbers.append(f"max_model_len {context_for_any(num_images, text_tokens, sizer)}")
         fewer = next(
             (
                 count
                 for count in range(num_images - 1, 0, -1)
-                if context_for_any(count, text_tokens, tiler) <= max_model_len
+                if context_for_any(count, text_tokens, sizer) <= max_model_len
             ),
             0,
         )
         numbers += [f"limit_mm_per_prompt.image {fewer}"] if fewer else []
     raise ValueError(
         f"grpo.media_alignment.prevent: an agent may send {counted(num_images, 'image')} (limit_mm_per_prompt.image) "
-        f"beside {text_tokens} tokens of text, and at max_model_len {max_model_len} and max_num_patches "
-        f"{tiler.max_num_patches} the engine re-sizes some of them. "
+        f"beside {text_tokens} tokens of text, and at max_model_len {max_model_len} and {sizer.limit_name} "
+        f"{sizer.limit} the engine re-sizes some of them. "
         + (f"One of these would do: {', '.join(numbers)}" if numbers else "No limit of patches helps")
     )
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which frames of a clip are used, and the times that the engine's prompt text gives them.
+"""Which frames of a clip are used.
 
 Sampling is NeMo-RL's `nemotron_vl` style (nemo_rl/models/generation/vllm/video_utils.py) or vLLM's own uniform one
-(`VideoBackend.compute_frames_index_to_sample`, vllm/multimodal/video.py). Times and texts are those of
-`calculate_timestamps` and `get_video_repl` (vllm/transformers_utils/processors/nano_nemotron_vl.py).
+(`VideoBackend.compute_frames_index_to_sample`, vllm/multimodal/video.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -69,32 +67,3 @@ def sample_frames(
     rate = total_num_frames / (total_num_frames / fps)
     times = np.linspace(0.0, (total_num_frames - 1) / rate, num)
     return tuple(max(0, min(round(float(time) * rate), total_num_frames - 1)) for time in times)
-
-
-def frame_duration_ms(fps: float) -> int:
-    """The engine's whole milliseconds per frame. Raises `ValueError` for a rate that leaves none."""
-    if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"expected a positive frame rate, got {fps}")
-    duration = int(1000.0 / fps)
-    if duration < 1:
-        raise ValueError(f"a frame rate of {fps} leaves no whole millisecond per frame")
-    return duration
-
-
-def timestamps(frame_indices: Sequence[int], fps: float) -> tuple[float, ...]:
-    """Seconds of each frame, as the engine counts them: index x whole milliseconds per frame."""
-    duration = frame_duration_ms(fps)
-    return tuple(int(index) * duration / 1000.0 for index in frame_indices)
-
-
-def tubelet_texts(frame_indices: Sequence[int], fps: float, temporal_patch_size: int) -> tuple[str, ...]:
-    """The text that stands before the run of each tubelet, the newline between tubelets included."""
-    times = timestamps(frame_indices, fps)
-    texts = []
-    for start in range(0, len(times), temporal_patch_size):
-        frames = [
-            f"{'frame' if offset else 'Frame'} {start + offset + 1} sampled at {time:.2f} seconds"
-            for offset, time in enumerate(times[start : start + temporal_patch_size])
-        ]
-        texts.append(("\n" if start else "") + " and ".join(frames) + ": ")
-    return tuple(texts)

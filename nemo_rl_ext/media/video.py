@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_rl_ext.align.timestamps import timestamps
 from nemo_rl_ext.media.containers import HEAD_BYTES, container_problem
 from nemo_rl_ext.media.decoding import DecoderFailure, DecoderMissing, decoder
 from nemo_rl_ext.media.errors import MediaDecodeError, describe
 from nemo_rl_ext.media.identity import pixel_digest
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.media.sampling import MAX_FPS, SamplingStyle, timestamps
+from nemo_rl_ext.media.sampling import MAX_FPS, SamplingStyle
 from nemo_rl_ext.media.sources import open_media
 
 Backend = Literal["opencv", "torchcodec"]

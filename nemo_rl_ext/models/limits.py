@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of an image's patches in a checkpoint, which the engine and the trainer read from different files."""
+"""The limits of images in a checkpoint, which the engine and the trainer may read from different files."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_ext.align.families.checkpoint import read_json
-from nemo_rl_ext.align.families.registry import family_of
-from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler
+from nemo_rl_ext.align.families.registry import disagreement, family_of
+from nemo_rl_ext.align.sizer import Sizer
 
-_LIMITS = ("min_num_patches", "max_num_patches")
-_ENGINE_ALONE = ("vision_config", "patch_size", "downsample_ratio")
-"""Keys of config.json from which the engine takes its arithmetic, and which `hf_overrides` may replace."""
+_ENGINE_ALONE = (
+    "vision_config",
+    "patch_size",
+    "downsample_ratio",
+    "force_image_size",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "dynamic_image_size",
+    "use_thumbnail",
+)
+"""Keys of config.json from which an engine takes its arithmetic, and which `hf_overrides` may replace."""
 
 
-def shared_limits(checkpoint: str | Path) -> DynamicTiler:
+def shared_limits(checkpoint: str | Path) -> Sizer:
     """The arithmetic of a checkpoint's images, with limits that are equal in all of its files.
 
     Raises:
-        ValueError: for a checkpoint whose images are not limited in patches, or whose files disagree.
+        ValueError: for a family that is not known, or a checkpoint whose files disagree.
     """
-    checkpoint = Path(checkpoint)
-    tiler = getattr(family_of(checkpoint), "tiler", None)
-    if not isinstance(tiler, DynamicTiler):
+    if problem := disagreement(Path(checkpoint)):
         raise ValueError(
-            f"{checkpoint}: its images are not limited in patches that share a context, so that there is nothing to pin"
+            f"{checkpoint}: engine and trainer disagree: {problem}; correct the checkpoint first"
         )
-    args = (read_json(checkpoint / "config.json").get("vision_config") or {}).get("args") or {}
-    for key in _LIMITS:
-        trainer = getattr(tiler, key)
-        if (args.get(key) or 0) != trainer and key in args:
-            raise ValueError(
-                f"{checkpoint}: engine and trainer disagree: config.json has {key} {args[key]}, the image processor "
-                f"{trainer}; correct the checkpoint first"
-            )
-    return tiler
+    return family_of(checkpoint).sizer
 
 
 def run_limits(
-    model: str | Path, *, processor: str | Path | None = None, hf_overrides: Mapping[str, Any] | None = None
-) -> DynamicTiler:
+    model: str | Path,
+    *,
+    processor: str | Path | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Sizer:
     """The arithmetic of a run whose engine and trainer size an image alike when it is alone.
 
-    `processor`: the directory that the trainer's processor comes from, where it is another one.
+    `processor`: the directory that the trainer's processor comes from, where it is another one. `arguments`: the
+    engine's `mm_processor_kwargs`.
 
     Raises:
         ValueError: where they do not, naming what differs.
@@ -55,20 +57,28 @@ def run_limits(
             f"hf_overrides.{replaced[0]} reaches the engine alone, so that its limits are not the trainer's; change "
             "the checkpoint instead, as `nemo-rl-ext pin` does"
         )
-    tiler, family = shared_limits(model), family_of(processor or model)
-    trainer = getattr(family, "tiler", None)
-    if trainer != tiler:
+    sizer, family = shared_limits(model), family_of(processor or model)
+    trainer = family.sizer
+    if trainer != sizer:
         raise ValueError(
-            f"the engine sizes images as {model} says, {tiler}, and the trainer as {processor} says, {trainer}; give "
+            f"the engine sizes images as {model} says, {sizer}, and the trainer as {processor} says, {trainer}; give "
             "both one directory"
         )
-    # Nemotron's training processor may cap an image by a context length of its own.
+    served = family_of(model).served_with(arguments).sizer if arguments else sizer
+    if served != sizer:
+        smaller = max(min(served.limit, sizer.limit), sizer.least_limit)
+        raise ValueError(
+            f"mm_processor_kwargs {dict(arguments or {})} reach the engine alone: its {served.limit_name} is "
+            f"{served.limit}, the trainer's {sizer.limit}; leave them out, and pin {served.limit_name} to the smaller "
+            f"of the two, {smaller}, with `nemo-rl-ext pin`"
+        )
+    # A training processor may cap an image by a context length of its own.
     own = getattr(family, "processor_max_model_len", 0)
-    cap = tiler.merge_size**2 * (own - RESERVED_TOKENS)
-    if own and not 0 < tiler.max_num_patches <= cap:
+    cap = sizer.merge_size**2 * (own - sizer.reserved_tokens)
+    if own and not 0 < sizer.limit <= cap:
         raise ValueError(
             f"{processor or model}: the image processor's max_model_len {own} caps an image at {cap} patches, the "
-            f"engine at max_num_patches {tiler.max_num_patches}; raise that max_model_len, or pin max_num_patches to "
-            f"{cap} at most"
+            f"engine at {sizer.limit_name} {sizer.limit}; raise that max_model_len, or pin {sizer.limit_name} to {cap} "
+            "at most"
         )
-    return tiler
+    return sizer

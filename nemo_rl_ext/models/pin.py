@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint directory with another limit of patches per image, which engine and trainer both read.
+"""A checkpoint directory with another limit of its images, which engine and trainer both read.
 
-The engine takes its limits from config.json, the trainer's processor from preprocessor_config.json or
-processor_config.json. vLLM refuses the argument per request, and `hf_overrides` reach the engine alone: a directory is
-what both see.
+Where they read different files, both are changed. What a request or an engine is given beside the checkpoint
+(`mm_processor_kwargs`, `hf_overrides`) reaches the engine alone, or is refused by it: a directory is what both see.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_ext.align.families.checkpoint import read_json
+from nemo_rl_ext.align.families.registry import limit_places
 from nemo_rl_ext.models.limits import shared_limits
-
-_KEY = "max_num_patches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +25,8 @@ class Pinned:
     """What was made."""
 
     out: Path
+    limit_name: str
+    """The key of the limit."""
     before: int
     """The limit of the checkpoint; 0 for none."""
     after: int
@@ -35,14 +35,16 @@ class Pinned:
     num_links: int
 
 
-def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int) -> Pinned:
+def pin_checkpoint(
+    checkpoint: str | Path, out: str | Path, limit: int, *, limit_name: str | None = None
+) -> Pinned:
     """Make `out`: links to everything in `checkpoint`, and its configuration files with the new limit.
 
     The checkpoint is only read, and may be read-only, a link, or made of links. `out` appears whole or not at all.
 
     Raises:
-        ValueError: when `out` exists or lies in the checkpoint, for a checkpoint whose images are not limited in
-            patches, whose files disagree, or whose minimum is above the limit.
+        ValueError: when `out` exists or lies in the checkpoint, for a checkpoint whose images have no limit, or not
+            `limit_name`, whose files disagree, or whose minimum is above the limit.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if os.path.lexists(out):
@@ -52,22 +54,26 @@ def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int
     source = checkpoint.resolve()
     if out.resolve().is_relative_to(source):
         raise ValueError(f"{out} lies in the checkpoint, which is only read; name a directory elsewhere")
-    tiler = shared_limits(checkpoint)
-    if max_num_patches < tiler.min_num_patches:
+    sizer = shared_limits(checkpoint)
+    if limit_name not in (None, sizer.limit_name):
+        raise ValueError(f"{checkpoint}: its images are limited by {sizer.limit_name}, not by {limit_name}")
+    if limit < sizer.least_limit:
         raise ValueError(
-            f"expected a limit of at least the checkpoint's min_num_patches = {tiler.min_num_patches}, got "
-            f"{max_num_patches}"
+            f"expected a limit of at least {sizer.least_limit}, the checkpoint's minimum of an image, got {limit}"
         )
-    changed = {
-        name: text
-        for name, change in _CHANGES.items()
-        if (source / name).is_file() and (text := _changed(source / name, change, max_num_patches))
-    }
-    if "config.json" not in changed or len(changed) < 2:
-        raise ValueError(
-            f"{checkpoint}: expected {_KEY} in config.json (vision_config.args) and in the image processor's file, "
-            f"found it in {', '.join(changed) or 'neither'}"
-        )
+    changed: dict[str, str] = {}
+    for side in limit_places(checkpoint):
+        found = {
+            name: text
+            for name, places in side.items()
+            if (source / name).is_file() and (text := _changed(source / name, places, limit))
+        }
+        if not found:
+            raise ValueError(
+                f"{checkpoint}: expected {sizer.limit_name} in {' or '.join(side)}, found none; "
+                f"{', '.join(changed) or 'no other file'} alone does not limit engine and trainer"
+            )
+        changed |= found
     names = sorted(entry.name for entry in source.iterdir() if entry.name not in changed)
     if dangling := [name for name in names if not (source / name).exists()]:
         raise ValueError(
@@ -80,46 +86,34 @@ def pin_checkpoint(checkpoint: str | Path, out: str | Path, max_num_patches: int
             (partial / name).symlink_to((source / name).resolve())
         for name, text in changed.items():
             (partial / name).write_text(text, encoding="utf-8")
-        if (found := shared_limits(partial)).max_num_patches != max_num_patches:
-            raise ValueError(
-                f"{checkpoint}: the copy reads as {found.max_num_patches}, expected {max_num_patches}"
-            )
+        if (read := shared_limits(partial)) != sizer.with_limit(limit):
+            raise ValueError(f"{checkpoint}: the copy reads as {read}, expected {sizer.with_limit(limit)}")
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Pinned(
         out=out,
-        before=tiler.max_num_patches,
-        after=max_num_patches,
+        limit_name=sizer.limit_name,
+        before=sizer.limit,
+        after=limit,
         changed=tuple(changed),
         num_links=len(names),
     )
 
 
-def _in_config(value: dict[str, Any], limit: int) -> bool:
-    args = (value.get("vision_config") or {}).get("args")
-    return _set(args, limit)
-
-
-def _in_processor(value: dict[str, Any], limit: int) -> bool:
-    return _set(value.get("image_processor"), limit)
-
-
-def _set(block: Any, limit: int) -> bool:
-    if not isinstance(block, dict) or _KEY not in block:
-        return False
-    block[_KEY] = limit
-    return True
-
-
-_CHANGES: dict[str, Callable[[dict[str, Any], int], bool]] = {
-    "config.json": _in_config,
-    "preprocessor_config.json": _set,
-    "processor_config.json": _in_processor,
-}
-
-
-def _changed(path: Path, change: Callable[[dict[str, Any], int], bool], limit: int) -> str:
-    """The file's text with the new limit; empty where the file does not hold one."""
+def _changed(path: Path, places: Sequence[Sequence[str]], limit: int) -> str:
+    """The file's text with the new limit in every place that holds one; empty where none does."""
     value = read_json(path)
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n" if change(value, limit) else ""
+    if not sum([_set(value, place, limit) for place in places]):
+        return ""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _set(value: Any, place: Sequence[str], limit: int) -> bool:
+    *outer, key = place
+    for name in outer:
+        value = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.get(key) is None:
+        return False
+    value[key] = limit
+    return True

@@ -11,8 +11,8 @@ from nemo_rl_ext.align.grids import DynamicTiler
 from nemo_rl_ext.grpo.engine.actor import EngineActor
 from nemo_rl_ext.grpo.engine.config import EngineConfig, LimitMMPerPromptConfig
 from nemo_rl_ext.grpo.engine.requests import GenerationRequest
-from nemo_rl_ext.manifest.advice import limit_for_any, shared_patches
 from nemo_rl_ext.manifest.fit import fitted_grids
+from nemo_rl_ext.manifest.shared_context import limit_for_any, shared_patches
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint
 from nemo_rl_ext.models.pin import pin_checkpoint
 from nemo_rl_ext.models.tokenizer import build_byte_tokenizer

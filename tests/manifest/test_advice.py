@@ -7,10 +7,12 @@ import random
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.align.grids import DynamicTiler
-from nemo_rl_ext.manifest.advice import RowImages, advise, limit_for_any, needed_patches
+from nemo_rl_ext.align.families.registry import default_family
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler
+from nemo_rl_ext.manifest.advice import RowImages, advise
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
-from nemo_rl_ext.manifest.forecast import RESERVED_TOKENS, EngineModel
+from nemo_rl_ext.manifest.forecast import EngineModel
+from nemo_rl_ext.manifest.shared_context import limit_for_any, needed_patches
 
 RELEASED = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=1024, max_num_patches=13312)
 TINY = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024)
@@ -50,13 +52,13 @@ def test_no_grid_differs_with_the_advised_numbers(tiler, max_model_len):
         rows = [r for r in rows if r not in hopeless]
         advice = advise([*rows, *hopeless], tiler, max_model_len)
         assert advice.num_hopeless == len(hopeless)
-        for limit in (advice.max_num_patches, advice.any_max_num_patches):
+        for limit in (advice.limit, advice.any_limit):
             if limit is None:
                 continue
             pinned = dataclasses.replace(tiler, max_num_patches=limit)
             assert all(is_static(pinned, r.sizes, r.text_tokens, max_model_len, rng) for r in rows), limit
-        num_advised += advice.max_num_patches is not None
-        num_any += advice.any_max_num_patches is not None
+        num_advised += advice.limit is not None
+        num_any += advice.any_limit is not None
         assert all(
             is_static(tiler, r.sizes, r.text_tokens, advice.max_model_len, rng) for r in (*rows, *hopeless)
         )
@@ -83,8 +85,8 @@ def test_the_numbers_are_the_best_there_are(tiler):
         ]
         assert any(below) or any(each), "a smaller context would have done"
         advice = advise([row(*sizes, text=text)], tiler, context - 40)
-        if advice.max_num_patches and advice.max_num_patches < tiler.max_num_patches:
-            more = dataclasses.replace(tiler, max_num_patches=advice.max_num_patches + 1)
+        if advice.limit and advice.limit < tiler.max_num_patches:
+            more = dataclasses.replace(tiler, max_num_patches=advice.limit + 1)
             assert needed_patches(sizes, more) > 4 * (context - 40 - RESERVED_TOKENS - text)
 
 
@@ -122,8 +124,8 @@ def test_resolution_and_kinds():
         16_384,
     )
     assert (advice.num_rows, advice.num_resized, advice.max_images) == (2, 1, 8)
-    assert advice.any_max_num_patches == 8190
-    assert advice.max_num_patches == 8431, "a grid of 8,184 patches, which the limits up to here leave"
+    assert advice.any_limit == 8190
+    assert advice.limit == 8431, "a grid of 8,184 patches, which the limits up to here leave"
     assert advice.resolution["several images"].num_images == 8
     assert advice.resolution["one image"].worst == pytest.approx((8160 / 10_200) ** 0.5)
 
@@ -132,14 +134,14 @@ def test_a_check_advises(write_manifest, make_row, tmp_path):
     Image.new("RGB", (2400, 1080)).save(tmp_path / "large.png")
     images = ["large.png"] * 3
     rows = [make_row(*images, "?"), make_row("a.png", "?"), make_row("text")]
-    engine = EngineModel(tiler=TINY, max_model_len=512)
+    engine = EngineModel(family=default_family(min_num_patches=16, max_num_patches=1024), max_model_len=512)
     report = check_manifest(write_manifest(rows), CheckConfig(engine=engine))
     advice = report.advice
     assert advice is not None and (advice.num_rows, advice.num_resized, advice.max_images) == (2, 1, 3)
     assert set(advice.resolution) == {"one image", "several images"}
-    pinned = dataclasses.replace(TINY, max_num_patches=advice.max_num_patches)
+    pinned = default_family(min_num_patches=16, max_num_patches=advice.limit)
     report = check_manifest(
-        write_manifest(rows), CheckConfig(engine=dataclasses.replace(engine, tiler=pinned))
+        write_manifest(rows), CheckConfig(engine=dataclasses.replace(engine, family=pinned))
     )
     assert report.advice.num_resized == 0 and report.summary()["share_rows_resized"] == 0
     longer = dataclasses.replace(engine, max_model_len=advice.max_model_len)
@@ -149,5 +151,5 @@ def test_a_check_advises(write_manifest, make_row, tmp_path):
 
 def test_rows_that_no_limit_helps_get_no_limit():
     advice = advise([row(*[(900, 900)] * 16)], RELEASED, 2048)
-    assert (advice.num_hopeless, advice.max_num_patches, advice.any_max_num_patches) == (1, None, None)
+    assert (advice.num_hopeless, advice.limit, advice.any_limit) == (1, None, None)
     assert advice.resolution == {} and advice.max_model_len > 4096

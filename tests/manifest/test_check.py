@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from PIL import Image
 
-from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.align.families.registry import default_family
 from nemo_rl_ext.manifest.census_scan import media_scanner
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
 from nemo_rl_ext.manifest.check_rules import markers_in_text
@@ -22,7 +22,7 @@ from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.policy import MediaPolicy
 
 TINY = EngineModel(
-    tiler=DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024),
+    family=default_family(min_num_patches=16, max_num_patches=1024),
     max_model_len=512,
 )
 

@@ -15,19 +15,20 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.align.families.registry import default_family
+from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler
 from nemo_rl_ext.cli import CommonOptions, build_app
-from nemo_rl_ext.manifest.advice import shared_patches
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
-from nemo_rl_ext.manifest.fit import fit_manifest, fitted_grids, fixed_grid
-from nemo_rl_ext.manifest.forecast import RESERVED_TOKENS, EngineModel
+from nemo_rl_ext.manifest.fit import fit_manifest, fitted_grids
+from nemo_rl_ext.manifest.forecast import EngineModel
 from nemo_rl_ext.manifest.loading import load_manifest
+from nemo_rl_ext.manifest.shared_context import shared_patches
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
 
 RELEASED = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=1024, max_num_patches=13312)
 TINY = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024)
-ENGINE = EngineModel(tiler=TINY, max_model_len=512)
+ENGINE = EngineModel(family=default_family(min_num_patches=16, max_num_patches=1024), max_model_len=512)
 CONFIG = CheckConfig(engine=ENGINE, decode=False)
 
 
@@ -77,13 +78,13 @@ def test_fixed_grids_lose_little_and_keep_the_shape():
     rng = random.Random(1)
     for _ in range(300):
         size = (rng.randrange(200, 2000), rng.randrange(200, 2000))
-        grid = fixed_grid(size, 4000, RELEASED)
+        grid = RELEASED.fixed_grid(size, 4000)
         assert grid.height % 2 == 0 and grid.width % 2 == 0 and 1024 <= grid.num_patches <= 4000
         assert abs(np.log(grid.width / grid.height * size[0] / size[1])) < 0.07
         alone = min(RELEASED.static_grid(size).num_patches, 4000)
         assert grid.num_patches > 0.85 * alone
-    assert fixed_grid((100, 100), 1023, RELEASED) is None
-    sliver = fixed_grid((16, 8000), 1100, RELEASED)
+    assert RELEASED.fixed_grid((100, 100), 1023) is None
+    sliver = RELEASED.fixed_grid((16, 8000), 1100)
     assert sliver is not None and 1024 <= sliver.num_patches <= 1100
 
 
@@ -235,7 +236,7 @@ def test_rows_that_are_resized_all_the_same_are_named_and_kept(write_manifest, m
     assert (
         not report.faults and report.num_rows == 3 and [fault.line for fault in report.resized_anyway] == [2]
     )
-    assert "its smallest grids need 640 patches" in report.resized_anyway[0].problem
+    assert "its 40 images do not fit at their smallest" in report.resized_anyway[0].problem
     checked = check_manifest(report.manifest, CONFIG)
     assert (checked.advice.num_rows, checked.advice.num_resized, checked.advice.num_hopeless) == (3, 1, 1)
     assert report.advice.num_rows == 2 and report.advice.num_resized == 0

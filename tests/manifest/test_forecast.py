@@ -4,11 +4,14 @@
 import numpy as np
 import pytest
 
-from nemo_rl_ext.align.grids import DynamicTiler, Grid
-from nemo_rl_ext.manifest.forecast import EngineModel, Measured, VideoShape, engine_from_checkpoint, forecast
+from nemo_rl_ext.align.families.registry import default_family
+from nemo_rl_ext.align.grids import DynamicTiler
+from nemo_rl_ext.align.video_grids import VideoTiler
+from nemo_rl_ext.manifest.forecast import EngineModel, Measured, engine_from_checkpoint, forecast
 from nemo_rl_ext.manifest.rows import ManifestRow
 
 TINY = DynamicTiler(patch_size=16, merge_size=2, min_num_patches=16, max_num_patches=1024)
+FAMILY = default_family(min_num_patches=16, max_num_patches=1024)
 
 
 def images(*sizes, turn=0):
@@ -28,7 +31,7 @@ def two_turns(make_row):
 def test_images_that_share_a_small_context(row):
     """Measured on vLLM 0.32.0: three images of 736 static tokens get [165, 144, 144] in a context of 512."""
     found = forecast(
-        row, images((480, 640), (1024, 300), (1024, 300)), EngineModel(tiler=TINY, max_model_len=512)
+        row, images((480, 640), (1024, 300), (1024, 300)), EngineModel(family=FAMILY, max_model_len=512)
     )
     assert found.image_runs == (165, 144, 144)
     assert found.static_runs == (252, 232, 232)
@@ -45,7 +48,7 @@ def test_the_crash_row(row):
 
 
 def test_a_later_turn_changes_earlier_images(two_turns):
-    engine = EngineModel(tiler=TINY, max_model_len=512, max_new_tokens=4)
+    engine = EngineModel(family=FAMILY, max_model_len=512, max_new_tokens=4)
     media = images((480, 640)) + images((1024, 300), (1024, 300), turn=1)
     found = forecast(two_turns, media, engine)
     assert found.image_runs == (165, 144, 144) and found.num_changing == 1
@@ -55,27 +58,27 @@ def test_a_later_turn_changes_earlier_images(two_turns):
 
 def test_rows_that_do_not_fit(row):
     big = images((512, 512), (512, 512))
-    assert forecast(row, big, EngineModel(tiler=TINY, max_model_len=512)).fits
-    assert not forecast(row, big, EngineModel(tiler=TINY, max_model_len=512, max_new_tokens=20)).fits
-    assert forecast(row, big, EngineModel(tiler=TINY, max_model_len=600, max_new_tokens=20)).fits
+    assert forecast(row, big, EngineModel(family=FAMILY, max_model_len=512)).fits
+    assert not forecast(row, big, EngineModel(family=FAMILY, max_model_len=512, max_new_tokens=20)).fits
+    assert forecast(row, big, EngineModel(family=FAMILY, max_model_len=600, max_new_tokens=20)).fits
 
 
 def test_clips_have_one_run_per_tubelet(make_row):
     row = ManifestRow.from_json(make_row("?", num_frames=6))
     clip = Measured(kind="video", turn=0, size=(144, 176), num_frames=120, fps=29.97)
-    shape = VideoShape(temporal_patch_size=2, target_num_patches=64)
-    found = forecast(row, [clip], EngineModel(tiler=TINY, video=shape))
+    clips = default_family(video=VideoTiler(16, 2, 64, True, 2))
+    found = forecast(row, [clip], EngineModel(family=clips))
     assert found.video_runs == (12, 12, 12) and found.num_videos == 1 and found.image_runs == ()
     cached = Measured(kind="video", turn=0, size=(144, 176), num_frames=5, is_sampled=True)
-    assert forecast(row, [cached], EngineModel(tiler=TINY, video=shape)).video_runs == (12, 12, 12)
+    assert forecast(row, [cached], EngineModel(family=clips)).video_runs == (12, 12, 12)
 
 
 def test_ambiguous_images_are_counted(row):
     found = forecast(
-        row, images((398, 375), (595, 593), (694, 708)), EngineModel(tiler=TINY, max_model_len=512)
+        row, images((398, 375), (595, 593), (694, 708)), EngineModel(family=FAMILY, max_model_len=512)
     )
     assert found.num_ambiguous >= 1
-    assert forecast(row, images((480, 640)), EngineModel(tiler=TINY)).num_ambiguous == 0
+    assert forecast(row, images((480, 640)), EngineModel(family=FAMILY)).num_ambiguous == 0
 
 
 def test_text_alone(row):
@@ -99,14 +102,13 @@ def test_video_grids_equal_the_engines():
             patch_size=16,
             downsample_ratio=0.5,
         )
-        grid = VideoShape(target_num_patches=target, maintain_aspect_ratio=keep).grid((height, width), TINY)
+        grid = VideoTiler(16, 2, target, keep).grid((height, width))
         assert (grid.width * 16, grid.height * 16, grid.num_tokens()) == expected
-    assert VideoShape(target_num_patches=None, image_size=64).grid((9, 7), TINY) == Grid(4, 4)
 
 
 def test_text_is_counted_with_the_checkpoints_tokenizer(tiny_checkpoint, tmp_path, two_turns):
     engine = engine_from_checkpoint(tiny_checkpoint, max_model_len=512)
-    assert engine.tiler == TINY and engine.video.temporal_patch_size == 2
+    assert engine.sizer == TINY and engine.family.frames_per_tubelet() == 2
     found = forecast(two_turns, images((480, 640)), engine)
     # One byte per token: role headers, questions and ends of turns, and the two wrappers of the image.
     prompt = "?user\n??\n?assistant\n" + "?\n" + "?tool\nhere?\n?assistant\n"

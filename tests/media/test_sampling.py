@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_ext.align.timestamps import frame_indices, read_label
-from nemo_rl_ext.media.sampling import (
+from nemo_rl_ext.align.timestamps import (
     frame_duration_ms,
-    num_sampled_frames,
-    sample_frames,
+    frame_indices,
+    read_label,
     timestamps,
     tubelet_texts,
 )
+from nemo_rl_ext.media.sampling import num_sampled_frames, sample_frames
 
 counts = st.integers(1, 600)
 

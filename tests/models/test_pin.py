@@ -114,7 +114,7 @@ def test_what_is_refused_and_nothing_is_left(original, tmp_path):
         (original, tmp_path / "there", 100, "exists already"),
         (original, tmp_path / "dangling", 100, "exists already"),
         (original, original / "inside", 100, "lies in the checkpoint"),
-        (original, tmp_path / "low", 15, "min_num_patches = 16"),
+        (original, tmp_path / "low", 15, "at least 16"),
         (tmp_path / "nowhere", tmp_path / "x", 100, "not a directory"),
         (tmp_path / "there", tmp_path / "x", 100, "config.json is missing"),
     ]

@@ -14,6 +14,7 @@ from nemo_rl_ext.align.grids import Array, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.limits import Limits
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
+from nemo_rl_ext.align.sizer import Sizer
 from nemo_rl_ext.align.verdict import Fault, MediaKind
 
 
@@ -47,6 +48,15 @@ class Seen:
     lengths: tuple[int, ...]
     grammar: int = 0
     labels: tuple[Hashable, ...] = ()
+
+
+class Written(NamedTuple):
+    """What an engine writes around the context tokens of one item."""
+
+    texts: tuple[str, ...]
+    """Text before its runs, each part tokenized on its own."""
+    num_delimiters: int
+    """Tokens that open and close its runs."""
 
 
 class PackedItem(NamedTuple):
@@ -84,6 +94,26 @@ class MediaFamily(Protocol):
     @property
     def grammars(self) -> tuple[Grammar, ...]:
         """How runs are delimited, one grammar per context token."""
+        ...
+
+    @property
+    def sizer(self) -> Sizer:
+        """The arithmetic of its images."""
+        ...
+
+    def served_with(self, arguments: Mapping[str, Any]) -> MediaFamily:
+        """The family as an engine has it that is given these `mm_processor_kwargs`.
+
+        Raises `ValueError` for an argument whose effect is not known.
+        """
+        ...
+
+    def placeholders(self) -> tuple[str, ...]:
+        """What a chat template writes in the place of an item, delimiters included, the longest form first."""
+        ...
+
+    def written(self, item: MediaItem) -> Written:
+        """What the engine puts into the prompt for an item beside its context tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
@@ -193,6 +223,20 @@ class MediaFamily(Protocol):
         counts, where these are not the ids that are trained on. Empty for most families.
         """
         ...
+
+
+def refuse_arguments(arguments: Mapping[str, Any], *, known: Sequence[str]) -> None:
+    """Raise `ValueError` for the first of an engine's `mm_processor_kwargs` that is not among the known ones."""
+    for name in arguments:
+        if name not in known:
+            raise ValueError(
+                f"mm_processor_kwargs.{name}: what it does to the media of this family is not known; "
+                + (
+                    f"known are {', '.join(known)}"
+                    if known
+                    else "the family takes its limits from the checkpoint"
+                )
+            )
 
 
 def join_rows(

@@ -7,6 +7,7 @@ resizes in float. InternVL's tiles have the same grids and are resized as bytes:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,9 @@ from nemo_rl_ext.align.families.family import (
     MediaTensors,
     PackedItem,
     Seen,
+    Written,
     join_rows,
+    refuse_arguments,
 )
 from nemo_rl_ext.align.fixed_tiles import FixedTiler
 from nemo_rl_ext.align.grids import Array, Grid, Size
@@ -45,6 +48,21 @@ class FixedTileFamily:
     @property
     def grammars(self) -> tuple[Grammar, ...]:
         return (self.grammar,)
+
+    @property
+    def sizer(self) -> FixedTiler:
+        return self.tiler
+
+    def served_with(self, arguments: Mapping[str, Any]) -> FixedTileFamily:
+        refuse_arguments(arguments, known=(self.tiler.argument,))
+        limit = arguments.get(self.tiler.argument) or self.tiler.limit
+        return dataclasses.replace(self, tiler=self.tiler.with_limit(int(limit)))
+
+    def placeholders(self) -> tuple[str, ...]:
+        return ("<image>",)
+
+    def written(self, item: MediaItem) -> Written:
+        return Written((), 2)
 
     @property
     def merge_size(self) -> int:

@@ -36,7 +36,9 @@ from nemo_rl_ext.align.families.family import (
     MediaTensors,
     PackedItem,
     Seen,
+    Written,
     join_rows,
+    refuse_arguments,
 )
 from nemo_rl_ext.align.fixed_tiles import FixedTiler
 from nemo_rl_ext.align.grids import Array, Grid, Size
@@ -49,6 +51,14 @@ START_TOKEN, END_TOKEN, CONTEXT_TOKEN = "<img>", "</img>", "<IMG_CONTEXT>"
 MODEL_TYPES = ("internvl", "internvl_chat")
 ARCHITECTURES = ("InternVLForConditionalGeneration", "InternVLChatModel")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LIMIT_PLACES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
+    {
+        "preprocessor_config.json": (("max_patches",),),
+        "processor_config.json": (("image_processor", "max_patches"),),
+        "config.json": (("max_dynamic_patch",),),
+    },
+)
+"""transformers' own implementation has the first or the second, the chat one the third, for engine and trainer."""
 IMAGE, VIDEO = 0, 1
 """Positions of the two grammars."""
 _FRAME = re.compile(r"Frame(\d{1,9}): \Z")
@@ -95,6 +105,26 @@ class InternVLFamily:
     @property
     def _tile(self) -> Grid:
         return Grid(self.tiler.patches_per_side, self.tiler.patches_per_side)
+
+    @property
+    def sizer(self) -> FixedTiler:
+        return self.tiler
+
+    def served_with(self, arguments: Mapping[str, Any]) -> InternVLFamily:
+        name = self.tiler.argument
+        refuse_arguments(arguments, known=(name,))
+        limit = arguments.get(name) or self.tiler.limit
+        return dataclasses.replace(self, tiler=self.tiler.with_limit(int(limit)))
+
+    def placeholders(self) -> tuple[str, ...]:
+        return CONTEXT_TOKEN, "<video>", "<image>"
+
+    def written(self, item: MediaItem) -> Written:
+        if item.kind == "image":
+            return Written((), 2)
+        between = "\n" if self.implementation is Implementation.NATIVE else ""
+        texts = tuple(f"{between if frame else ''}Frame{frame + 1}: " for frame in range(item.num_frames))
+        return Written(texts, 2 * len(texts))
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         return self.decoder(token_ids) if self.decoder is not None else None
@@ -338,6 +368,11 @@ def from_processor(
     )
 
 
+def disagreement(model_dir: Path) -> str:
+    """Nothing: both sides read one file."""
+    return ""
+
+
 def recognises(processor: Any) -> bool:
     """Whether a live processor is transformers' own of this family."""
     return type(processor).__name__ == "InternVLProcessor" and hasattr(processor, "image_seq_length")
@@ -400,6 +435,7 @@ def _chat(
             merge_size=merge,
             max_num_tiles=int(config.get("max_dynamic_patch") or 12) if dynamic else 1,
             use_thumbnail=bool(config.get("use_thumbnail", True)),
+            argument="max_dynamic_patch",
         ),
         implementation=Implementation.CHAT,
         dtype=dtype,
@@ -418,6 +454,7 @@ def _tiler(tile: int, tokens_per_tile: int, max_num_tiles: int, *, use_thumbnail
         merge_size=1,
         max_num_tiles=max_num_tiles,
         use_thumbnail=use_thumbnail,
+        argument="max_patches",
     )
 
 

@@ -27,7 +27,9 @@ from nemo_rl_ext.align.families.family import (
     MediaTensors,
     PackedItem,
     Seen,
+    Written,
     join_rows,
+    refuse_arguments,
 )
 from nemo_rl_ext.align.families.fixed_tile import FixedTileFamily
 from nemo_rl_ext.align.fixed_tiles import FixedTiler, uses_fixed_tiles
@@ -37,7 +39,7 @@ from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.pixels import neutral_grids, patchify, resize_and_normalize
 from nemo_rl_ext.align.runs import Grammar, PlaceholderRuns
 from nemo_rl_ext.align.shares import label_problem, share_runs
-from nemo_rl_ext.align.timestamps import TubeletLabel, frame_indices, read_label
+from nemo_rl_ext.align.timestamps import TubeletLabel, frame_indices, read_label, tubelet_texts
 from nemo_rl_ext.align.verdict import Fault, MediaKind, Reason
 from nemo_rl_ext.align.video_grids import VideoTiler
 
@@ -54,6 +56,15 @@ ARCHITECTURES = (
 )
 
 START_TOKEN, CONTEXT_TOKEN, END_TOKEN = "<img>", "<image>", "</img>"
+VIDEO_PLACEHOLDER = "<video>"
+LIMIT_PLACES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
+    {"config.json": (("vision_config", "args", "max_num_patches"),)},
+    {
+        "preprocessor_config.json": (("max_num_patches",),),
+        "processor_config.json": (("image_processor", "max_num_patches"),),
+    },
+)
+"""The engine reads the first file, the trainer's processor one of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +175,24 @@ class NemotronFamily:
     @property
     def grammars(self) -> tuple[Grammar, ...]:
         return (self.grammar,)
+
+    @property
+    def sizer(self) -> DynamicTiler:
+        return self.tiler
+
+    def served_with(self, arguments: Mapping[str, Any]) -> NemotronFamily:
+        """Itself: vLLM refuses limits that a request or an engine is given beside the checkpoint's."""
+        refuse_arguments(arguments, known=())
+        return self
+
+    def placeholders(self) -> tuple[str, ...]:
+        return CONTEXT_TOKEN, VIDEO_PLACEHOLDER
+
+    def written(self, item: MediaItem) -> Written:
+        if item.kind == "image":
+            return Written((), 2)
+        texts = tubelet_texts(item.frame_indices, item.fps, self.frames_per_tubelet())
+        return Written(texts, 2 * len(texts))
 
     @property
     def merge_size(self) -> int:
@@ -424,6 +453,32 @@ def _video_tiler(config: Mapping[str, Any], tiler: DynamicTiler) -> VideoTiler |
         target_num_patches=int(target),
         maintain_aspect_ratio=bool(vision.get("video_maintain_aspect_ratio", False)),
         temporal_patch_size=int(vision.get("video_temporal_patch_size", 1)),
+    )
+
+
+def disagreement(model_dir: Path) -> str:
+    """What engine and trainer read differently of a checkpoint's limits; empty where they agree."""
+    sizer = from_pretrained(model_dir).sizer
+    if not isinstance(sizer, DynamicTiler):
+        return ""
+    args = (read_json(model_dir / "config.json").get("vision_config") or {}).get("args") or {}
+    return "; ".join(
+        f"config.json has {key} {args[key]}, the image processor {getattr(sizer, key)}"
+        for key in ("min_num_patches", "max_num_patches")
+        if key in args and (args[key] or 0) != getattr(sizer, key)
+    )
+
+
+def sized_family(
+    *, min_num_patches: int = 1024, max_num_patches: int = 13312, video: VideoTiler | None = None
+) -> NemotronFamily:
+    """A family for numbers alone, no checkpoint at hand; by default with the released limits."""
+    return NemotronFamily(
+        grammar=Grammar(0, 1, 2),
+        tiler=DynamicTiler(16, 2, min_num_patches, max_num_patches),
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        video=video or VideoTiler(16, 2, 1024, True, 2),
     )
 
 

@@ -34,7 +34,9 @@ from nemo_rl_ext.align.families.family import (
     MediaTensors,
     PackedItem,
     Seen,
+    Written,
     join_rows,
+    refuse_arguments,
 )
 from nemo_rl_ext.align.grids import Array, Grid, Size
 from nemo_rl_ext.align.items import MediaItem
@@ -53,6 +55,16 @@ ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+LIMIT_PLACES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
+    {
+        "preprocessor_config.json": (("max_pixels",), ("size", "longest_edge")),
+        "processor_config.json": (
+            ("image_processor", "max_pixels"),
+            ("image_processor", "size", "longest_edge"),
+        ),
+    },
+)
+"""Engine and trainer read the same file."""
 IMAGE, VIDEO = 0, 1
 """Positions of the two grammars, and, plus one, the token types of transformers."""
 _NEXT_TUBELET = re.compile(r"<\|vision_end\|><(\d+\.\d) seconds>\Z")
@@ -87,6 +99,35 @@ class QwenVLFamily:
     @property
     def grammars(self) -> tuple[Grammar, ...]:
         return self.image_grammar, self.video_grammar
+
+    @property
+    def sizer(self) -> SmartResizer:
+        return self.image
+
+    def served_with(self, arguments: Mapping[str, Any]) -> QwenVLFamily:
+        known = ("size", "min_pixels", "max_pixels")
+        flat = {
+            key: value for key, value in arguments.items() if key not in ("images_kwargs", "videos_kwargs")
+        }
+        of_images, of_videos = (
+            {**flat, **(arguments.get(key) or {})} for key in ("images_kwargs", "videos_kwargs")
+        )
+        for scope in (of_images, of_videos):
+            refuse_arguments(scope, known=(*known, "images_kwargs", "videos_kwargs"))
+        return dataclasses.replace(
+            self, image=self.image.with_arguments(of_images), video=self.video.with_arguments(of_videos)
+        )
+
+    def placeholders(self) -> tuple[str, ...]:
+        start, end, image, video = TOKENS
+        return f"{start}{image}{end}", f"{start}{video}{end}", image, video
+
+    def written(self, item: MediaItem) -> Written:
+        """Delimiters of every run; those of the prompt stay around the runs of a clip."""
+        if item.kind == "image" or not self.run_per_tubelet:
+            return Written((), 2)
+        texts = tuple(f"<{time} seconds>" for time in self._times(item.frame_indices, item.fps))
+        return Written(texts, 2 * len(texts) + 2)
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         return self.decoder(token_ids) if self.decoder is not None else None
@@ -420,6 +461,11 @@ def from_processor(
         type(processor).__name__,
         dtype,
     )
+
+
+def disagreement(model_dir: Path) -> str:
+    """Nothing: both sides read one file."""
+    return ""
 
 
 def recognises(processor: Any) -> bool:

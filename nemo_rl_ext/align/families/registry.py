@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,7 +22,11 @@ class FamilyModule(Protocol):
     ARCHITECTURES: tuple[str, ...]
     """`architectures` of its checkpoints, for those that name a `model_type` of their own."""
 
+    LIMIT_PLACES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...]
+    """Per side that reads a limit of its own, the files that may hold the images' limit, and the paths to it there."""
+
     def recognises(self, processor: Any) -> bool: ...
+    def disagreement(self, model_dir: Path) -> str: ...
     def from_pretrained(
         self, model_dir: str | Path, *, layout: Layout, dtype: torch.dtype
     ) -> MediaFamily: ...
@@ -56,6 +61,21 @@ def family_of(
         if module.recognises(checkpoint_or_processor):
             return module.from_processor(checkpoint_or_processor, layout=layout, dtype=dtype)
     raise ValueError(_refusal(type(checkpoint_or_processor).__name__, "a processor"))
+
+
+def default_family(**limits: Any) -> MediaFamily:
+    """The family that numbers are taken for where no checkpoint is at hand, with the released limits or these."""
+    return nemotron.sized_family(**limits)
+
+
+def limit_places(model_dir: Path) -> tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...]:
+    """Where a checkpoint keeps the limit of its images: per side that reads one, files and the paths to it there."""
+    return _module_of(model_dir).LIMIT_PLACES
+
+
+def disagreement(model_dir: Path) -> str:
+    """What engine and trainer read differently of a checkpoint's limits; empty where they agree."""
+    return _module_of(model_dir).disagreement(model_dir)
 
 
 def known_model_types() -> tuple[str, ...]:
