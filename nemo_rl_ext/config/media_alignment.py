@@ -58,7 +58,13 @@ class MediaAlignmentConfig(Block):
     num_aligners: int = Field(
         default=1,
         ge=1,
-        description="RolloutAligner actors, which decode and resize; one CPU each while they work.",
+        description="RolloutAligner actors, which decode and resize.",
+    )
+    aligner_cpus: float = Field(
+        default=1.0,
+        ge=0.0,
+        description="CPUs that each aligner asks Ray for, spread over the nodes; 0 where all CPUs are set aside for "
+        "other work.",
     )
     aligner_timeout_s: float = Field(
         default=600.0,

@@ -56,7 +56,7 @@ def run_grpo(
     inputs = prepare(config)
     directory.claim()
     try:
-        with directory.recording(), start(config, inputs) as run:
+        with directory.recording(), start(config, inputs, how_to_go_on=directory.interruption) as run:
             return _run(run, directory, console)
     except KeyboardInterrupt:
         console.print(directory.interruption(), highlight=False, soft_wrap=True)

@@ -38,6 +38,7 @@ FREE_KEYS = (
     "grpo.max_val_samples",
     "grpo.val_at_start",
     "grpo.val_period",
+    "grpo.media_alignment.aligner_cpus",
     "grpo.media_alignment.aligner_timeout_s",
     "grpo.media_alignment.cache_bytes",
     "grpo.media_alignment.masked_window",

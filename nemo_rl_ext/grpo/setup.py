@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.grpo.collecting.collector import Collector
 from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
 from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
@@ -34,6 +36,7 @@ from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.actor import start_engine
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.keeper import keeper
+from nemo_rl_ext.grpo.raylet import raylet_watched
 from nemo_rl_ext.grpo.termination import handler_given_back, raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.manifest.demo import build_demo_manifest
@@ -185,10 +188,12 @@ def _modality(row: ManifestRow) -> str:
 
 
 @contextlib.contextmanager
-def start(config: Config, inputs: Inputs) -> Iterator[Run]:
-    """Start Ray, the engine, the aligners and the policy; end all of them on the way out, however it comes."""
+def start(config: Config, inputs: Inputs, *, how_to_go_on: Callable[[], str] = lambda: "") -> Iterator[Run]:
+    """Start Ray, the engine, the aligners and the policy; end all of them on the way out, however it comes.
+
+    `how_to_go_on` is what to tell a user whose Ray node is killed, which ends this process.
+    """
     import ray
-    from transformers import AutoTokenizer
 
     with contextlib.ExitStack() as parts:
         kept = None
@@ -196,48 +201,59 @@ def start(config: Config, inputs: Inputs) -> Iterator[Run]:
             kept = parts.enter_context(keeper())
             parts.enter_context(handler_given_back())
             parts.callback(ray.shutdown)
-            _start_ray(config.grpo.media_alignment.num_aligners)
+            _start_ray(config.grpo.media_alignment)
             raise_on_sigterm()
             kept.watch()
-        aligner = aligner_config(config, inputs.media_policy, inputs.train.base_dir)
-        alignment = config.grpo.media_alignment
-        pool = AlignerPool(aligner, alignment.num_aligners, timeout_s=alignment.aligner_timeout_s)
-        parts.callback(pool.shutdown)
-        with ThreadPoolExecutor(1) as executor:
-            starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
-            try:
-                policy = new_policy(config)
-            finally:
-                engine = starting.result()
-                parts.callback(engine.shutdown)
-        tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
-        renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammars)
-        player = parts.enter_context(_player(config, inputs, engine, pool, renderer, sampling))
-        collector = Collector(
-            player=player,
-            pool=pool,
-            reward=reward_of(config),
-            sampling=sampling,
-            options=alignment_options(config),
-            num_generations=config.grpo.num_generations_per_prompt,
-        )
+            parts.enter_context(raylet_watched(how_to_go_on))
+        run = _start_parts(config, inputs, parts)
         if kept is not None:
             kept.watch()
-        yield Run(
-            config=config,
-            policy=policy,
-            engine=engine,
-            pool=pool,
-            collector=collector,
-            sampling=sampling,
-            train=inputs.train,
-            validation=inputs.validation[: config.grpo.max_val_samples]
-            if inputs.validation is not None
-            else (),
-        )
+        yield run
 
 
-def _start_ray(num_aligners: int) -> None:
+def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) -> Run:
+    from transformers import AutoTokenizer
+
+    alignment = config.grpo.media_alignment
+    pool = AlignerPool(
+        aligner_config(config, inputs.media_policy, inputs.train.base_dir),
+        alignment.num_aligners,
+        num_cpus=alignment.aligner_cpus,
+        timeout_s=alignment.aligner_timeout_s,
+    )
+    parts.callback(pool.shutdown)
+    with ThreadPoolExecutor(1) as executor:
+        starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
+        try:
+            policy = new_policy(config)
+        finally:
+            engine = starting.result()
+            parts.callback(engine.shutdown)
+    tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
+    renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammars)
+    player = parts.enter_context(_player(config, inputs, engine, pool, renderer, sampling))
+    collector = Collector(
+        player=player,
+        pool=pool,
+        reward=reward_of(config),
+        sampling=sampling,
+        options=alignment_options(config),
+        num_generations=config.grpo.num_generations_per_prompt,
+    )
+    validation = inputs.validation[: config.grpo.max_val_samples] if inputs.validation is not None else ()
+    return Run(
+        config=config,
+        policy=policy,
+        engine=engine,
+        pool=pool,
+        collector=collector,
+        sampling=sampling,
+        train=inputs.train,
+        validation=validation,
+    )
+
+
+def _start_ray(alignment: MediaAlignmentConfig) -> None:
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -245,7 +261,7 @@ def _start_ray(num_aligners: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
-        num_cpus=max(2, os.cpu_count() or 1) + num_aligners,
+        num_cpus=max(2, os.cpu_count() or 1) + math.ceil(alignment.num_aligners * alignment.aligner_cpus),
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.ERROR,

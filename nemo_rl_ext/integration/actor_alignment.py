@@ -111,6 +111,7 @@ class ActorAlignment:
         pool = AlignerPool(
             config,
             settings.num_aligners,
+            num_cpus=settings.aligner_cpus,
             timeout_s=settings.aligner_timeout_s,
             aligner_class=NemoRLAligner,
             family=family,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,10 +76,6 @@ class NemoRLAligner:
         )
         self.images = MeasuredImages(self.reader, self._bytes)
         compiled.load()
-
-    def pid(self) -> int:
-        """The process that this aligner runs in."""
-        return os.getpid()
 
     def encode(self, references: Sequence[str]) -> list[str]:
         """Local image files as the data URLs that NeMo-RL itself would send to the engine."""

@@ -8,7 +8,6 @@ once, when it starts; calls carry token ids and media references, results carry 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,10 +80,6 @@ class RolloutAligner:
         )
         self._image_processor: Any = None
         compiled.load()
-
-    def pid(self) -> int:
-        """The process that this aligner runs in."""
-        return os.getpid()
 
     def static(self, turns: Sequence[tuple[MediaSource, ...]]) -> list[StaticTurn]:
         """Process media on the training side's static grids, no rollout known."""

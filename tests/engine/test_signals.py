@@ -59,13 +59,29 @@ def started(inputs, tmp_path):
             process.kill()
 
 
+def test_a_killed_raylet_ends_with_one_sentence_and_how_to_resume(started):
+    driver, descendants, run_dir = started
+    (raylet,) = [process for process in descendants if process.name() == "raylet"]
+    raylet.kill()
+    assert driver.wait(timeout=180) == 1
+    output = (run_dir.parent / "output").read_text()
+    (sentence,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert re.search(
+        r"^error: Ray's node process \(raylet\).* gone.*continue with --resume from the checkpoint of step \d+$",
+        sentence,
+    )
+    assert "Traceback" not in output and "C++" not in output and "stack trace" not in output.lower()
+    _, alive = psutil.wait_procs(descendants, timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
 )
 def test_nothing_survives_the_driver(started, policy, number):
     driver, descendants, run_dir = started
     names = {process.pid: " ".join(process.cmdline())[:60] for process in descendants}
-    assert sum("EngineActor" in name or "RolloutAligner" in name for name in names.values()) >= 2
+    assert sum("EngineActor" in name or "Host" in name for name in names.values()) >= 2
 
     driver.send_signal(number)
     code = driver.wait(timeout=180)

@@ -114,9 +114,7 @@ def test_a_killed_aligner_is_replaced_and_its_work_done_again(pool):
     assert not set(pool.pids()) & set(victims)
 
 
-def test_a_row_that_ends_every_aligner_becomes_neutral_and_its_group_is_kept(config):
-    import ray
-
+def test_a_row_that_ends_every_aligner_becomes_neutral_and_its_group_is_kept(config, pool):
     from nemo_rl_ext.rollout import pool as pool_module
 
     class Poisoned(pool_module.RolloutAligner):
@@ -127,15 +125,77 @@ def test_a_row_that_ends_every_aligner_becomes_neutral_and_its_group_is_kept(con
                 os._exit(1)
             return super().align(turns)
 
-    pool = pool_module.AlignerPool(config, 1)
+    poisoned = pool_module.AlignerPool(config, 1, aligner_class=Poisoned)
     try:
-        pool._actor_class = ray.remote(num_cpus=0, max_restarts=0)(Poisoned)
-        pool._replace(pool._idle.get())
         requests = [request(pool.family, (165,), ["a.png"], row) for row in ("r0", "poison", "r1")]
-        aligned = pool.submit_align(requests).result()
+        aligned = poisoned.submit_align(requests).result()
         assert [turn.report.row_id for turn in aligned] == ["r0", "poison", "r1"]
         assert [turn.report.neutral for turn in aligned] == [False, True, False]
         assert aligned[1].report.reasons() == (Reason.WORKER_DIED,)
         assert aligned[1].tensors.num_features(2) == 165
     finally:
-        pool.shutdown()
+        poisoned.shutdown()
+
+
+def test_aligners_that_died_idle_are_no_rows_fault(pool):
+    for _ in range(3):
+        for pid in pool.pids():
+            os.kill(pid, signal.SIGKILL)
+        (turn,) = pool.submit_align([request(pool.family, (165,), ["a.png"], "r103")]).result()
+        assert turn.report.repaired and not turn.report.neutral
+
+
+def lost(kind):
+    """An error as Ray raises it when work is lost."""
+    from ray import exceptions
+
+    if kind == "argument":
+        cause = exceptions.ObjectReconstructionFailedError("ab" * 28)
+        return exceptions.RayTaskError("f", "traceback", cause)
+    made = {
+        "ObjectReconstructionFailedError": ("ab" * 28,),
+        "OwnerDiedError": ("ab" * 28, "127.0.0.1:1", "f"),
+        "ObjectLostError": ("ab" * 28, "127.0.0.1:1", "f"),
+        "NodeDiedError": ("node died",),
+        "OutOfMemoryError": ("out of memory",),
+        "OutOfDiskError": ("disk full",),
+    }
+    return getattr(exceptions, kind)(*made.get(kind, ()))
+
+
+KINDS = (
+    "argument",
+    "ObjectReconstructionFailedError",
+    "OwnerDiedError",
+    "ObjectLostError",
+    "NodeDiedError",
+    "OutOfMemoryError",
+    "OutOfDiskError",
+    "WorkerCrashedError",
+    "ActorDiedError",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_ray_loses_the_work_is_done_and_the_pool_is_whole(pool, monkeypatch, kind):
+    """Both actors of the pool lose a call in this way; none of them may be missing afterwards."""
+    errors = [lost(kind), lost(kind)]
+    wait = pool._wait
+
+    def losing(result):
+        done = wait(result)
+        if isinstance(done, list) and errors:
+            raise errors.pop()
+        return done
+
+    monkeypatch.setattr(pool, "_wait", losing)
+    (turn,) = pool.submit_align([request(pool.family, (165,), ["a.png"], "r1")]).result(timeout=120)
+    assert turn.report.repaired and not turn.report.neutral and not errors
+    assert pool._idle.qsize() == 2 and len(set(pool.pids())) == 2
+
+
+def test_more_aligners_than_cpus_are_refused_with_what_to_do(config, cluster):
+    from nemo_rl_ext.rollout.pool import AlignerPool
+
+    with pytest.raises(ValueError, match=r"99 aligners ask Ray for 1 CPUs each.*num_aligners.*aligner_cpus=0"):
+        AlignerPool(config, 99)

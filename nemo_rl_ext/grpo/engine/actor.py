@@ -249,6 +249,7 @@ def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency
     import ray
 
     from nemo_rl_ext.grpo.engine.vllm_setup import ENVIRONMENT
+    from nemo_rl_ext.rollout.losses import first_line, loss_of
 
     options = {
         "num_cpus": num_cpus,
@@ -258,10 +259,11 @@ def start_engine(config: EngineConfig, *, num_cpus: float = 1.0, max_concurrency
     actor: Any = ray.remote(EngineActor).options(**options).remote(config)
     try:
         ray.get(actor.start.remote())
-    except ray.exceptions.RayTaskError as error:
+    except ray.exceptions.RayError as error:
         ray.kill(actor)
+        if loss_of(error) is not None:
+            raise EngineError(f"the engine's process died while it started: {first_line(error)}") from error
+        cause = getattr(error, "cause", None)
         # The cause is the actor's own exception; Ray's message around it is its traceback.
-        raise (error.cause if isinstance(error.cause, ValueError | EngineError) else error) from None
-    except ray.exceptions.RayActorError as error:
-        raise EngineError(f"the engine's process died while it started: {error}") from error
+        raise (cause if isinstance(cause, ValueError | EngineError) else error) from None
     return actor

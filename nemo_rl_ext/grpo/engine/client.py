@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from nemo_rl_ext.grpo.engine.requests import EngineError, GenerationRequest, GenerationResult
+from nemo_rl_ext.rollout.losses import Loss, first_line, loss_of
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
-"""Engines that one call may lose before the run stops."""
+"""Engines that one call may lose before the run stops, those that end while they start included."""
+
+ANSWER_S = 60.0
+"""Longest time for an engine to say that it is alive."""
 
 
 class EngineClient:
@@ -50,8 +54,8 @@ class EngineClient:
         """One result per request, in order. Requests are generated again when the engine dies under them."""
         if not requests:
             return []
-        reference = ray.put(list(requests))
-        results: list[GenerationResult] = self._call(lambda actor: actor.generate.remote(reference))
+        # Put anew for each try: the engine that is gone may have taken the requests with it.
+        results: list[GenerationResult] = self._call(lambda actor: actor.generate.remote(list(requests)))
         return results
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int, *, in_flight: bool) -> None:
@@ -59,49 +63,68 @@ class EngineClient:
         reference = ray.put(dict(weights))
         with self._lock:
             self._weights, self._version = reference, version
-            actor = self._actor
-        try:
-            ray.get(actor.update_weights.remote(reference, version, in_flight))
-        except (RayActorError, RayTaskError) as error:
-            if not _died(error):
-                raise
-            # The replacement starts with these weights.
-            self._replace(actor, error)
+        # A replacement starts with these weights.
+        self._call(lambda actor: actor.update_weights.remote(reference, version, in_flight), again=False)
 
-    def _call(self, send: Callable[[Any], Any]) -> Any:
+    def _call(self, send: Callable[[Any], Any], *, again: bool = True) -> Any:
+        """What the engine answers. A call that is lost is sent again; without `again`, only to the same engine."""
         for _ in range(MAX_RESTARTS + 1):
             actor = self._actor
             try:
                 return ray.get(send(actor))
-            except (RayActorError, RayTaskError) as error:
-                if not _died(error):
+            except (RayError, EngineError) as error:
+                if not _lost(error):
                     raise
-                self._replace(actor, error)
-        raise EngineError(f"the engine died {MAX_RESTARTS + 1} times in one call; its last log lines say why")
+                last = error
+                if loss_of(error) is not Loss.OBJECT or not _answers(actor):
+                    self._replace(actor, error)
+                    if not again and self._actor is not actor:
+                        return None
+        raise EngineError(
+            f"the engine died or lost its work {MAX_RESTARTS + 1} times in one call; its last log lines say why "
+            f"({first_line(last)})"
+        )
 
     def _replace(self, dead: Any, error: Exception) -> None:
-        """Start a new engine with the newest weights, once per death however many threads noticed it."""
+        """Start a new engine with the newest weights, once per death however many threads noticed it.
+
+        One that dies while it starts is a restart like any other: the dead one stays, for the next try to replace.
+        """
         with self._lock:
             if self._actor is not dead:
                 return
             logger.warning(
-                "the engine died and is started again with weights %d: %s", self._version, _cause(error)
+                "the engine died and is started again with weights %d: %s", self._version, first_line(error)
             )
             ray.kill(dead)
             self.restarts += 1
-            self._actor = self._start()
-            if self._weights is not None:
-                ray.get(self._actor.update_weights.remote(self._weights, self._version, False))
+            started = None
+            try:
+                started = self._start()
+                if self._weights is not None:
+                    ray.get(started.update_weights.remote(self._weights, self._version, False))
+            except (RayError, EngineError) as fault:
+                if started is not None:
+                    ray.kill(started)
+                if not _lost(fault):
+                    raise
+                logger.warning("the engine died while it was started: %s", first_line(fault))
+                return
+            self._actor = started
 
     def shutdown(self) -> None:
         """End the engine for good."""
         ray.kill(self._actor)
 
 
-def _cause(error: Exception) -> str:
-    return str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+def _lost(error: Exception) -> bool:
+    """Whether trying again could do better: Ray lost something, or the engine says that it stopped."""
+    return loss_of(error) is not None or isinstance(getattr(error, "cause", error), EngineError)
 
 
-def _died(error: RayActorError | RayTaskError) -> bool:
-    """Whether a new engine could do better: the process is gone, or its engine says that it stopped."""
-    return isinstance(error, RayActorError) or isinstance(error.cause, EngineError)
+def _answers(actor: Any) -> bool:
+    """Whether the engine is alive, after an object was lost on the way to it or back."""
+    try:
+        return bool(ray.get(actor.health.remote(), timeout=ANSWER_S)["alive"])
+    except RayError:
+        return False
