@@ -32,7 +32,11 @@ def test_an_engine_killed_while_its_replacement_starts_is_one_restart(tiny_check
     def kill_what_starts():
         while True:
             for process in psutil.Process().children(recursive=True):
-                if process.name().startswith("ray::EngineActo") and process.pid != first and process.create_time() > began:
+                if (
+                    process.name().startswith("ray::EngineActo")
+                    and process.pid != first
+                    and process.create_time() > began
+                ):
                     process.kill()
                     return
             time.sleep(0.01)

@@ -96,7 +96,9 @@ def test_clips_of_many_sizes_in_one_step_are_each_seen_as_they_are(inputs):
         assert np.abs(ours.numpy() - output.logprobs).max() < 5e-4, item.size
 
 
-def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_named(inputs, tmp_path, cluster):
+def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_named(
+    inputs, tmp_path, cluster
+):
     from nemo_rl_ext.grpo.config import load_config
     from nemo_rl_ext.grpo.loop import run_grpo
     from nemo_rl_ext.manifest.demo_layout import CYCLE, MOVING

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligners on several Ray nodes, simulated in one machine as Ray's own tests do; run by `test_cluster.py`.
 
-    python on_a_cluster.py SCENARIO CHECKPOINT DIRECTORY
+python on_a_cluster.py SCENARIO CHECKPOINT DIRECTORY
 """
 
 import contextlib

@@ -197,5 +197,7 @@ def test_whatever_ray_loses_the_work_is_done_and_the_pool_is_whole(pool, monkeyp
 def test_more_aligners_than_cpus_are_refused_with_what_to_do(config, cluster):
     from nemo_rl_ext.rollout.pool import AlignerPool
 
-    with pytest.raises(ValueError, match=r"99 aligners ask Ray for 1 CPUs each.*num_aligners.*aligner_cpus=0"):
+    with pytest.raises(
+        ValueError, match=r"99 aligners ask Ray for 1 CPUs each.*num_aligners.*aligner_cpus=0"
+    ):
         AlignerPool(config, 99)
