@@ -72,9 +72,9 @@ class MediaItem:
         digest = self.identify(pixels if self.kind == "video" else pixels[0])
         return dataclasses.replace(self, digest=digest, load=lambda *_: pixels)
 
-    def identified_if_readable(self) -> MediaItem:
+    def identified_if_readable(self, identify: Callable[[MediaItem], MediaItem] | None = None) -> MediaItem:
         """The item with its digest; one that can no longer be read says so in `error`."""
         try:
-            return self.identified()
+            return identify(self) if identify is not None else self.identified()
         except (ValueError, OSError) as error:
             return dataclasses.replace(self, error=str(error))

@@ -20,6 +20,8 @@ from nemo_rl_ext.align.runs import PlaceholderRuns, find_all_runs
 from nemo_rl_ext.align.verdict import Fault, GridSource, Reason, TurnReport, Verdict
 
 Render = Callable[[MediaItem, Grid], torch.Tensor]
+Identify = Callable[[MediaItem], MediaItem]
+Pack = Callable[[Sequence[MediaItem], Sequence[Grid], Sequence[torch.Tensor]], MediaTensors]
 TokenIds = Sequence[int] | Array | torch.Tensor
 
 LONGEST_TEXT = 4096
@@ -88,6 +90,8 @@ def align_turn(
     ordered: bool = False,
     sampled: bool = False,
     render: Render | None = None,
+    identify: Identify = MediaItem.identified,
+    pack: Pack | None = None,
     row_id: str = "",
     turn: int = 0,
 ) -> AlignedTurn:
@@ -99,7 +103,8 @@ def align_turn(
     media and `report.neutral`. `evidence` is what the engine's receipts say of these media, one entry per medium
     that the request had, in prompt order; `captured` is short for evidence of grids alone, one per item. `ordered`
     says that the caller wrote the request, so that the order of the media is certain; `sampled` that the ids are an
-    answer's. `render` may cache (default: `family.render`).
+    answer's. `render` and `identify` may know an item already, and `pack` may join tensors that lie elsewhere (default:
+    the family's and the item's own).
 
     Raises:
         ValueError: for arguments that contradict each other (a programmer's fault), never for content.
@@ -134,7 +139,7 @@ def align_turn(
         assert item_report.grid is not None, str(report)
         try:
             said = evidence[index] if evidence is not None else Evidence()
-            used[index], fault = _identified(used[index], said)
+            used[index], fault = _identified(used[index], said, identify)
             if fault is None:
                 rendered.append((render or family.render)(used[index], item_report.grid))
         except ContentChangedError as error:
@@ -146,7 +151,7 @@ def align_turn(
             return _neutral(token_ids, _refused(report, index, fault), family)
         report = _with_identity(report, index, used[index], said)
     grids = [item.grid for item in report.media if item.grid is not None]
-    tensors = family.pack(used, grids, rendered)
+    tensors = (pack or family.pack)(used, grids, rendered)
     assert family.num_features(tensors) == report.num_context_tokens, str(report)
     report = dataclasses.replace(report, repair_ms=(time.perf_counter() - started) * 1e3)
     return AlignedTurn(tensors=tensors, report=report, changed=True)
@@ -168,11 +173,11 @@ def _texts(token_ids: TokenIds, runs: PlaceholderRuns, family: MediaFamily) -> l
     return texts
 
 
-def _identified(item: MediaItem, said: Evidence) -> tuple[MediaItem, Fault | None]:
+def _identified(item: MediaItem, said: Evidence, identify: Identify) -> tuple[MediaItem, Fault | None]:
     """The item with the digest of its pixels, where the engine named one that it must have."""
     if not said.served or said.named:
         return item, None
-    item = item.identified()
+    item = identify(item)
     if not item.digest or item.digest == said.served:
         return item, None
     return item, Fault(Reason.CONTENT_CHANGED, other_pixels(item, said))

@@ -65,6 +65,7 @@ def aligner_config(config: Config, media_policy: MediaPolicy, base_dir: Path) ->
         video_backend=config.data.video.backend,
         trust_remote_code=config.policy.trust_remote_code,
         identify=config.grpo.media_alignment.evidence == "receipt",
+        share=True,
         render_static=config.grpo.media_alignment.enabled,
     )
 

@@ -49,6 +49,7 @@ from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint, require_checkpoint
 from nemo_rl_ext.receipts.store import ReceiptStore
+from nemo_rl_ext.rollout.broker import end_brokers, start_brokers
 from nemo_rl_ext.rollout.pool import AlignerPool
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
     from transformers import AutoTokenizer
 
     alignment = config.grpo.media_alignment
+    parts.callback(end_brokers, start_brokers())
     pool = AlignerPool(
         aligner_config(config, inputs.media_policy, inputs.train.base_dir),
         alignment.num_aligners,

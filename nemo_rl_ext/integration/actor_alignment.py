@@ -34,6 +34,7 @@ from nemo_rl_ext.integration.local_images import local_image_parts, reference_of
 from nemo_rl_ext.integration.neutral import NeutralMedia, mixed_sizes
 from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_plan import RolloutPlan
+from nemo_rl_ext.integration.shared_turns import SharedTurns
 from nemo_rl_ext.integration.static_processor import StaticProcessor
 from nemo_rl_ext.integration.travelling_record import TravellingRecord
 from nemo_rl_ext.media.policy import MediaPolicy
@@ -71,6 +72,8 @@ class ActorAlignment:
     max_model_len: int | None = None
     temporal_patch_size: int = 2
     repairs_clips: bool = False
+    shares: bool = False
+    _turns: SharedTurns = field(default_factory=SharedTurns, init=False)
     _source_is_reported: bool = field(default=False, init=False)
     _store: Any = field(default=None, init=False)
 
@@ -84,12 +87,15 @@ class ActorAlignment:
         pad_dynamic_image_shapes: bool = False,
         one_size_per_row: bool = False,
         clips: Mapping[str, Any] | None = None,
+        share: bool = False,
+        pixel_dtype: str = "float32",
         **context: Any,
     ) -> ActorAlignment:
         """With a pool of its own, whose aligners load the processor from the same `policy.tokenizer` block.
 
         `one_size_per_row`: the training backend takes no images of several sizes in one row. `clips`: the fields of
-        `ClipSettings`, for recipes with video.
+        `ClipSettings`, for recipes with video. `share`: the job has brokers, and repaired media travel as references
+        into the object store, in `pixel_dtype`.
         """
         family = family_of(processor, layout=Layout.REMOTE, dtype=torch.float32)
         clip_settings = ClipSettings(**clips) if clips is not None else None
@@ -101,7 +107,8 @@ class ActorAlignment:
                 roots=tuple(Path(root) for root in settings.media_roots), allow_remote=settings.allow_remote
             ),
             layout=Layout.REMOTE,
-            dtype=torch.float32,
+            dtype=getattr(torch, pixel_dtype) if share else torch.float32,
+            share=share,
             cache_bytes=settings.cache_bytes,
             trust_remote_code=True,
             tokenizer_config=dict(tokenizer_config),
@@ -140,6 +147,7 @@ class ActorAlignment:
             pool=pool,
             settings=settings,
             repairs_clips=clip_settings is not None,
+            shares=share,
             **context,
         )
 
@@ -191,7 +199,7 @@ class ActorAlignment:
         wanted = [index for index in range(len(requests)) if index not in deferred]
         aligned: list[AlignedTurn | None] = [None] * len(requests)
         if wanted:
-            done = await asyncio.wrap_future(self.pool.submit_align([requests[index] for index in wanted]))
+            done = await self._turns.align(self.pool.submit_align, [requests[index] for index in wanted])
             for index, turn in zip(wanted, done, strict=True):
                 aligned[index] = (
                     self._judged_clip(turn, requests[0]) if clips and index == 0 else self._completed(turn)
@@ -221,6 +229,7 @@ class ActorAlignment:
                 neutral_media=self.neutral,
                 temporal_patch_size=self.temporal_patch_size,
                 settings=self.settings,
+                shares=self.shares,
             ),
         )
 

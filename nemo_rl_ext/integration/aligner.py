@@ -29,6 +29,7 @@ from nemo_rl_ext.media.sources import read_media_bytes, resolve_local
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 from nemo_rl_ext.rollout.cache import RenderCache
 from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
+from nemo_rl_ext.rollout.sharing import SharedRender
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class NemoRLAligner:
             self.clips = ClipReader(config.clips, tiler.patch_size)
         self.static = StaticProcessor(processor, self.family)
         self.neutral = NeutralMedia(family=self.family, counters=self.static.counters)
-        self.render = RenderCache(self.family, config.cache_bytes)
+        self.cache = RenderCache(self.family, config.cache_bytes)
+        self.render = SharedRender(self.family, self.cache, type(self), config)
         self.reader = MediaReader(
             policy=config.media_policy,
             base_dir=config.base_dir,
@@ -93,30 +95,44 @@ class NemoRLAligner:
         measured: dict[MediaSource, MeasuredImage] = {}
 
         def measure(source: MediaSource) -> MediaItem:
-            if source.kind == "video" and self.clips is not None:
-                return self.clips.measure(source)
-            found = self.images.measure(source)
-            if isinstance(found, MediaItem):
-                return found
-            measured[source] = found
-            return self.reader.item(source, found.facts)
+            item, found = self._measured(source)
+            if found is not None:
+                measured[source] = found
+            return self.render.remember(item, source)
 
-        fitting = TurnFitting(
-            family=self.family, render=self.render, measure=measure, complete=self.neutral.completed
+        shared: dict[str, Any] = dict(
+            family=self.family, identify=self.render.identify, pack=self.render.pack
         )
+        fitting = TurnFitting(render=self.render, measure=measure, complete=self.neutral.completed, **shared)
         # NeMo-RL's own tensors of a clip have no counters.
-        clips = TurnFitting(family=self.family, render=self._render_clip, measure=fitting.item)
-        return [
-            self._align_clip(turn, clips)
-            if any(source.kind == "video" for source in turn.media)
-            else self._align_turn(turn, fitting, measured)
-            for turn in turns
-        ]
+        clips = TurnFitting(render=self._render_clip, measure=fitting.item, **shared)
+        try:
+            return [
+                self._align_clip(turn, clips)
+                if any(source.kind == "video" for source in turn.media)
+                else self._align_turn(turn, fitting, measured)
+                for turn in turns
+            ]
+        finally:
+            self.render.forget_sources()
+
+    def item_of(self, source: MediaSource) -> MediaItem:
+        """A medium as this aligner reads it."""
+        return self._measured(source)[0]
+
+    def _measured(self, source: MediaSource) -> tuple[MediaItem, MeasuredImage | None]:
+        if source.kind == "video" and self.clips is not None:
+            return self.clips.measure(source), None
+        found = self.images.measure(source)
+        return (
+            (found, None) if isinstance(found, MediaItem) else (self.reader.item(source, found.facts), found)
+        )
 
     def _render_clip(self, item: MediaItem, grid: Grid) -> torch.Tensor:
         if self.clips is not None:
             self.clips.require_size(item, grid)
-        return self.render(item, grid)
+        rendered: torch.Tensor = self.render(item, grid)
+        return rendered
 
     def _align_clip(self, turn: NemoRLTurnRequest, fitting: TurnFitting) -> AlignedTurn:
         """Align a turn with a clip. The trainer holds its static tensors: where they match, none come back."""
@@ -158,7 +174,7 @@ class NemoRLAligner:
         pad = self.config.pad_dynamic_image_shapes or len(set(expected)) > 1
         unchanging = all(is_data_url(source.ref) for source in turn.media)
         key = (tuple(image.facts.content_hash for image in images), pad)
-        if unchanging and isinstance(found := self.render.kept(key), MediaTensors):
+        if unchanging and isinstance(found := self.cache.kept(key), MediaTensors):
             return found
         try:
             opened = [Image.open(io.BytesIO(self._bytes(source))).convert("RGB") for source in turn.media]
@@ -169,7 +185,7 @@ class NemoRLAligner:
             )
             return None
         if unchanging:
-            self.render.keep(key, tensors)
+            self.cache.keep(key, tensors)
         return tensors
 
     def _bytes(self, source: MediaSource) -> bytes:

@@ -22,6 +22,7 @@ from nemo_rl_ext.integration.settings import (
     pick,
     settings_of,
 )
+from nemo_rl_ext.rollout.broker import BrokersHandOver
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,14 @@ def install_driver() -> bool:
         bind(DATASET_REGISTRY, "NemoGymDataset", CheckedNemoGymDataset)
     logger.info("grpo.media_alignment is installed over NeMo-RL %s in %s", found.version, found.root)
     return True
+
+
+def pixel_dtype(config: Any) -> str:
+    """The dtype in which pixels travel: the policy's, where NeMo-RL casts all of them to it before they are used."""
+    import nemo_rl.algorithms.grpo as grpo
+
+    precision = str(pick(config, "policy.precision"))
+    return precision if precision == "bfloat16" and hasattr(grpo, "_policy_dtype") else "float32"
 
 
 def _bind_actor(nemo_gym: Any) -> None:
@@ -128,6 +137,8 @@ def with_settings(original: Callable[..., None]) -> Callable[..., None]:
                 "temporal_patch_size": int(video or 1),
                 "one_size_per_row": not takes_mixed_sizes(config),
                 "clips": dataclasses.asdict(clips) if clips is not None else None,
+                "share": BrokersHandOver.start(),
+                "pixel_dtype": pixel_dtype(config),
             },
         }
 

@@ -18,8 +18,10 @@ from nemo_rl_ext.integration.record import RolloutRecord
 from nemo_rl_ext.integration.refusal import raise_if_asked
 from nemo_rl_ext.integration.rollout_result import RECORD_KEY, mask_sample
 from nemo_rl_ext.integration.static_check import check_static_turn
+from nemo_rl_ext.rollout.broker import broker_handle
 from nemo_rl_ext.rollout.errors import MaskedFractionError
 from nemo_rl_ext.rollout.metrics import AlignmentMetrics, MaskedWindow
+from nemo_rl_ext.rollout.packed import share_segments
 from nemo_rl_ext.rollout.provenance import (
     ROLLOUT_MATCHED_MEDIA_KEY,
     VIEWS,
@@ -61,6 +63,8 @@ def attach_respecting_marks(original: Callable[..., None]) -> Callable[..., None
         is_last = any(message.get("role") == "assistant" for message in target_message_log)
         with marks_respected([target_message_log], consume=is_last):
             original(target_message_log, source_message_log, *args, **options)
+        if broker_handle() is not None:
+            share_segments(target_message_log)
 
     return attach
 
@@ -156,6 +160,8 @@ def group_with_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         known = [record for record in records if record is not None]
         if not known:
             return group
+        if any(record.shares for record in known):
+            share_segments(message for log in group.final_batch["message_log"] for message in log)
         if not kwargs.get("mask_env_flagged_samples", True):
             _zero_loss(group.final_batch, [record is not None and record.neutral for record in records])
         if ledger is None:

@@ -22,6 +22,8 @@ class RolloutRecord:
     neutral_media: NeutralMedia
     temporal_patch_size: int
     settings: MediaAlignmentConfig
+    shares: bool = False
+    """Whether repaired media are references into the object store."""
 
     @property
     def neutral(self) -> bool:

@@ -20,12 +20,14 @@ import torch
 from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.family import Layout, MediaTensors
 from nemo_rl_ext.align.families.registry import family_of
+from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import AlignedTurn
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaFacts, MediaReader, MediaSource
 from nemo_rl_ext.media.video import Backend
 from nemo_rl_ext.rollout.cache import RenderCache
 from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
+from nemo_rl_ext.rollout.sharing import SharedRender
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class AlignerConfig:
     trust_remote_code: bool = False
     identify: bool = False
     """Take the digest of what is decoded, for comparison with an engine's receipts."""
+    share: bool = False
+    """Put rendered media into Ray's object store and render none that the job's broker has (`rollout.broker`)."""
     render_static: bool = False
     """Make the static tensors of images as the engine makes them, bit for bit. Otherwise they are those of the
     checkpoint's own processor, which a trainer without alignment has: they may differ in their last bits."""
@@ -70,7 +74,8 @@ class RolloutAligner:
     def __init__(self, config: AlignerConfig) -> None:
         self.config = config
         self.family = family_of(config.model_dir, layout=config.layout, dtype=config.dtype)
-        self.render = RenderCache(self.family, config.cache_bytes)
+        cache = RenderCache(self.family, config.cache_bytes)
+        self.render = SharedRender(self.family, cache, type(self), config)
         self.reader = MediaReader(
             policy=config.media_policy,
             base_dir=config.base_dir,
@@ -110,8 +115,9 @@ class RolloutAligner:
                 return StaticTurn(tensors=None, facts=facts, pixels=pixels)
         if tensors is None:
             grids = [geometry.grid for geometry in self.family.static(items)]
-            rendered = [self.family.render(item, grid) for item, grid in zip(items, grids, strict=True)]
-            tensors = self.family.pack(items, grids, rendered)
+            known = [self.render.remember(item, source) for item, source in zip(items, media, strict=True)]
+            rendered = [self.render(item, grid) for item, grid in zip(known, grids, strict=True)]
+            tensors = self.render.pack(items, grids, rendered)
         return StaticTurn(tensors=tensors, facts=facts, pixels=pixels)
 
     def _processed(self, images: tuple[np.ndarray, ...]) -> MediaTensors | None:
@@ -146,8 +152,24 @@ class RolloutAligner:
 
     def align(self, turns: Sequence[TurnRequest]) -> list[AlignedTurn]:
         """Align turns. Equal repairs within one call share their tensors, also in the caller's process."""
-        fitting = TurnFitting(family=self.family, render=self.render, measure=self.reader.measure)
-        return [self._align_turn(turn, fitting) for turn in turns]
+        fitting = TurnFitting(
+            family=self.family,
+            render=self.render,
+            identify=self.render.identify,
+            pack=self.render.pack,
+            measure=self._measure,
+        )
+        try:
+            return [self._align_turn(turn, fitting) for turn in turns]
+        finally:
+            self.render.forget_sources()
+
+    def item_of(self, source: MediaSource) -> MediaItem:
+        """A medium as this aligner reads it."""
+        return self.reader.measure(source)
+
+    def _measure(self, source: MediaSource) -> MediaItem:
+        return self.render.remember(self.item_of(source), source)
 
     def _align_turn(self, turn: TurnRequest, fitting: TurnFitting) -> AlignedTurn:
         started = time.perf_counter()
@@ -155,7 +177,8 @@ class RolloutAligner:
             media = tuple(fitting.item(source) for source in turn.media)
         else:
             media = tuple(
-                self.reader.item(source, fact) for source, fact in zip(turn.media, turn.facts, strict=True)
+                self.render.remember(self.reader.item(source, fact), source)
+                for source, fact in zip(turn.media, turn.facts, strict=True)
             )
         aligned = fitting.judge(turn, media, turn.static_grids)
         return fitting.result(turn, media, aligned, (time.perf_counter() - started) * 1e3)

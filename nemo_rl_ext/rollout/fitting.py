@@ -14,7 +14,7 @@ from nemo_rl_ext.align.evidence import EngineRequest, Evidence
 from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
 from nemo_rl_ext.align.grids import Grid
 from nemo_rl_ext.align.items import MediaItem
-from nemo_rl_ext.align.turn import AlignedTurn, Render, align_turn
+from nemo_rl_ext.align.turn import AlignedTurn, Identify, Pack, Render, align_turn
 from nemo_rl_ext.align.verdict import MediaReport, Reason, TurnReport
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
 from nemo_rl_ext.receipts.evidence import evidence_of
@@ -72,6 +72,8 @@ class TurnFitting:
     render: Render
     measure: Callable[[MediaSource], MediaItem]
     complete: Callable[[MediaTensors], MediaTensors] = unchanged
+    identify: Identify = MediaItem.identified
+    pack: Pack | None = None
     _items: dict[MediaSource, MediaItem] = field(default_factory=dict, init=False)
     _shared: dict[Hashable, MediaTensors] = field(default_factory=dict, init=False)
 
@@ -104,6 +106,8 @@ class TurnFitting:
                 ordered=turn.ordered,
                 sampled=turn.sampled,
                 render=self.render,
+                identify=self.identify,
+                pack=self.pack,
                 row_id=turn.row_id,
                 turn=turn.turn,
             )
@@ -118,7 +122,8 @@ class TurnFitting:
             if same_file != unproven:
                 # The tensors are the trainer's own already; only decoding tells whether they show what was served.
                 items = tuple(
-                    item.identified_if_readable() if i in unproven else item for i, item in enumerate(media)
+                    item.identified_if_readable(self.identify) if i in unproven else item
+                    for i, item in enumerate(media)
                 )
                 return align(request=None)
             reports = tuple(

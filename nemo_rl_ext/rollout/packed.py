@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from nemo_rl_ext.rollout.stored import StoredTensor
 
 PACKED_LAYOUT = {"pixel_values": True}
 """Keys whose tensors are padded to the largest shape before they are concatenated; all others need no padding."""
@@ -92,10 +94,29 @@ def packed_tensor_class() -> Any:
 
 
 def pack(key: str, tensor: torch.Tensor) -> Any:
-    """Wrap one turn's tensor of a media key for a message log."""
-    return packed_tensor_class()(
-        tensor, 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4
+    """Wrap one turn's tensor of a media key, which may be a stored one, for a message log."""
+    packed = packed_tensor_class()(
+        [tensor], 0, pad_to_max_shape=PACKED_LAYOUT.get(key, False) and tensor.ndim == 4
     )
+    if isinstance(tensor, StoredTensor) and _knows_provenance(packed):
+        packed._segment_provenance = [tensor.identity]
+    return packed
+
+
+def share_segments(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Let every media value of NeMo-RL's take part in sharing, once one of a batch may be a stored tensor.
+
+    NeMo-RL joins the segments of a row without opening them only where all of them have a provenance, and refuses rows
+    of which only some do (`PackedTensor.flattened_concat`). A value that has none gets one of its own.
+    """
+    for message in messages:
+        for value in message.values():
+            if is_packed(value) and _knows_provenance(value):
+                value.enable_deduplication()
+
+
+def _knows_provenance(packed: Any) -> bool:
+    return hasattr(packed, "enable_deduplication")
 
 
 def join_media(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from nemo_rl_ext.align.turn import AlignedTurn, neutral_media
 from nemo_rl_ext.align.verdict import Reason
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner, StaticTurn
+from nemo_rl_ext.rollout.broker import CONCURRENCY_GROUPS, Maker
 from nemo_rl_ext.rollout.errors import AlignerDiedError, AlignerFailedError
 from nemo_rl_ext.rollout.fitting import TurnRequest
 from nemo_rl_ext.rollout.losses import Loss, cluster_cpus, first_line, loss_of, node_is_gone
@@ -37,7 +38,7 @@ WAIT_FOR_CPU_S = 60.0
 """After this long without a start, a log line says what an aligner waits for."""
 
 
-class Host:
+class Host(Maker):
     """An aligner in an actor of its own, and where it runs."""
 
     def __init__(self, aligner_class: type, config: AlignerConfig) -> None:
@@ -83,9 +84,13 @@ class AlignerPool:
         self.deaths = 0
         self._config, self._aligner_class = config, aligner_class
         self._timeout_s = timeout_s
-        self._actor_class: Any = ray.remote(num_cpus=num_cpus, max_restarts=0, scheduling_strategy="SPREAD")(
-            Host
+        options: dict[str, Any] = dict(
+            num_cpus=num_cpus,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+            concurrency_groups=CONCURRENCY_GROUPS,
         )
+        self._actor_class: Any = ray.remote(**options)(Host)
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._actors: list[Any] = []
         for _ in range(num_aligners):

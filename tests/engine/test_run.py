@@ -145,8 +145,8 @@ def test_killed_aligners_and_a_killed_engine_cost_no_row(configure, monkeypatch)
     started = loop.start
 
     @contextlib.contextmanager
-    def sabotaged(*args):
-        with started(*args) as live:
+    def sabotaged(*args, **options):
+        with started(*args, **options) as live:
             thread = threading.Thread(target=sabotage, args=(live,), daemon=True)
             thread.start()
             yield live
