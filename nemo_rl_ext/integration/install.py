@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -72,10 +73,8 @@ def install_driver() -> bool:
 
 def pixel_dtype(config: Any) -> str:
     """The dtype in which pixels travel: the policy's, where NeMo-RL casts all of them to it before they are used."""
-    import nemo_rl.algorithms.grpo as grpo
-
-    precision = str(pick(config, "policy.precision"))
-    return precision if precision == "bfloat16" and hasattr(grpo, "_policy_dtype") else "float32"
+    casts = hasattr(sys.modules.get("nemo_rl.algorithms.grpo"), "_policy_dtype")
+    return "bfloat16" if casts and pick(config, "policy.precision") == "bfloat16" else "float32"
 
 
 def _bind_actor(nemo_gym: Any) -> None:

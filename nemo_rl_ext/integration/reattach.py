@@ -7,6 +7,7 @@ Each function makes the replacement of one function of NeMo-RL out of the origin
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,8 @@ class RowLedger:
         # Verdicts that the settings want raised were raised where they arose, in the actor.
         self.metrics = AlignmentMetrics()
         self.window = MaskedWindow(size=settings.masked_window, max_fraction=settings.max_masked_fraction)
+        # Prompt groups end in threads of their own; one must not flush what another has half counted.
+        self._lock = threading.Lock()
 
     def add(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """The metrics of one prompt group.
@@ -130,6 +133,13 @@ class RowLedger:
         Raises:
             MaskedFractionError: when too many of the last rows are masked.
         """
+        with self._lock:
+            flat = self._count(records)
+        flat["alignment/bytes_shipped"] = float(sum(record.bytes_shipped for record in records))
+        # NeMo-RL averages each key over the prompt groups that have it: a reason must be there when it is zero.
+        return {f"alignment/reason/{reason.value}": 0.0 for reason in Reason} | flat
+
+    def _count(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         for record in records:
             turns = [
                 AlignedTurn(tensors=None, report=report, changed=report.repaired) for report in record.reports
@@ -137,10 +147,7 @@ class RowLedger:
             masked = self.metrics.add_row(turns)
             reasons = [reason for report in record.reports if report.neutral for reason in report.reasons()]
             self.window.add(reasons, masked=masked)
-        flat = self.metrics.flush()
-        flat["alignment/bytes_shipped"] = float(sum(record.bytes_shipped for record in records))
-        # NeMo-RL averages each key over the prompt groups that have it: a reason must be there when it is zero.
-        return {f"alignment/reason/{reason.value}": 0.0 for reason in Reason} | flat
+        return self.metrics.flush()
 
 
 def group_with_metrics(original: Callable[..., Any]) -> Callable[..., Any]:

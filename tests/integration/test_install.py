@@ -134,6 +134,9 @@ def test_the_actor_gets_settings_and_what_it_cannot_see(caplog):
         "temporal_patch_size": 2,
         "one_size_per_row": False,
         "clips": None,
+        # Without Ray nothing is shared between processes.
+        "share": False,
+        "pixel_dtype": "float32",
     }
     assert config["policy"]["generation"]["bad_words"] == ["<img>", "<image>", "</img>"]
     assert "banned from sampling through policy.generation.bad_words" in caplog.text

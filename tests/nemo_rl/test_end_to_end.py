@@ -19,6 +19,8 @@ from driving import (
     write_rows,
 )
 
+from nemo_rl_ext.rollout.stored import StoredTensor
+
 # The rows' (height, width) and, per generation, the runs that the engine writes: 50 tokens per image and 300 are what
 # the trainer's processor gives on its own, 18 and 120 what an engine gives whose budget the images share.
 OVER_BUDGET = {"sizes": [(160, 320)] * 3, "runs": [[50, 50, 50], [18, 18, 18]]}
