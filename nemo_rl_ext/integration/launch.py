@@ -51,13 +51,20 @@ def install_if_asked(recipe: Any) -> bool:
     if not settings_of(recipe).enabled:
         return False
     from nemo_rl_ext.integration.known_processor import check_checkpoint
-    from nemo_rl_ext.integration.recipe_checks import check_recipe
+    from nemo_rl_ext.integration.recipe_checks import check_recipe, comes_through_gym
 
     check_recipe(recipe)
-    check_checkpoint(recipe)
+    through_gym = comes_through_gym(recipe)
+    if through_gym:
+        check_checkpoint(recipe)
     found = probe()
     logger.info("NeMo-RL in %s, which calls itself %s, is known", found.root, found.version)
     share_with_workers()
+    if not through_gym:
+        from nemo_rl_ext.integration.comparison_install import install_comparison
+
+        install_comparison()
+        return True
     from nemo_rl_ext.integration.install import install_driver
 
     install_driver()

@@ -20,22 +20,18 @@ def check_recipe(config: Any) -> None:
     _refuse_legacy_video_loader(config)
     _refuse_pruning(config)
     _refuse_data_plane(config)
-    if not pick(config, "env.should_use_nemo_gym"):
-        raise RecipeError(
-            f"{BLOCK}.enabled aligns rollouts that come through NeMo-Gym (env.should_use_nemo_gym: true). On NeMo-RL's "
-            "other rollout path vLLM expands text and media on its own, and the worker returns the trainer's prompt "
-            "ids without comparing them: nothing there says what the engine saw. Move the environment to NeMo-Gym, or "
-            "run this recipe without the block, unaligned"
-        )
-    if not pick(config, "policy.is_vlm"):
-        raise RecipeError(
-            f"{BLOCK}.enabled needs policy.is_vlm: true, so that the NemoGym actor gets the model's processor"
-        )
     backend = pick(config, "policy.generation.backend")
     if backend != "vllm":
         raise RecipeError(
             f"{BLOCK}.enabled knows how vLLM expands media; policy.generation.backend is {backend!r}. "
             "Use vllm, or switch the block off"
+        )
+    if not comes_through_gym(config):
+        _refuse_quantised_worker(config)
+        return
+    if not pick(config, "policy.is_vlm"):
+        raise RecipeError(
+            f"{BLOCK}.enabled needs policy.is_vlm: true, so that the NemoGym actor gets the model's processor"
         )
     _refuse_mixed_micro_batches(config)
     settings = settings_of(config)
@@ -49,6 +45,19 @@ def check_recipe(config: Any) -> None:
         logger.warning(
             "env.should_mask_flagged_samples is false, so NeMo-RL ignores the flag on neutral rows: their loss "
             "multiplier is set to 0 in the rollout batch instead"
+        )
+
+
+def comes_through_gym(config: Any) -> bool:
+    """Whether rollouts are made by NeMo-Gym, where media are repaired; elsewhere prompt ids are compared."""
+    return bool(pick(config, "env.should_use_nemo_gym"))
+
+
+def _refuse_quantised_worker(config: Any) -> None:
+    if pick(config, "policy.generation.quant_cfg") is not None:
+        raise RecipeError(
+            "policy.generation.quant_cfg starts a worker of ModelOpt's, in which the engine's prompt ids are not "
+            f"compared with the trainer's. Remove it, or switch {BLOCK} off"
         )
 
 

@@ -182,6 +182,19 @@ TARGETS = (
         mentions=("extract_multimodal_model_inputs", "image_token"),
         used_by="aligner",
     ),
+    Target(
+        module="nemo_rl.models.generation.vllm.utils",
+        name="format_prompt_for_vllm_generation",
+        parameters=("data", "sample_idx"),
+        mentions=("input_ids", "input_lengths", "multi_modal_data"),
+        used_by="comparison",
+    ),
+    Target(
+        module="nemo_rl.models.generation.vllm.utils",
+        name="resolve_generation_worker_cls",
+        parameters=("default_cls", "config"),
+        used_by="comparison",
+    ),
 )
 
 NAMES = {

@@ -77,7 +77,6 @@ def test_pruning_is_refused(generation):
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        (("env", "should_use_nemo_gym"), False, "vLLM expands text and media on its own"),
         (("data_plane",), {"enabled": True}, "data_plane.enabled=True builds the train batch without media"),
         (("policy", "is_vlm"), False, "is_vlm"),
     ],
@@ -91,6 +90,19 @@ def test_what_alignment_needs_is_named(path, value, named):
     section[key] = value
     with pytest.raises(RecipeError, match=named):
         check_recipe(broken)
+
+
+def test_without_gym_prompts_are_compared_by_nemo_rls_own_workers_alone():
+    config = recipe(backend="vllm")
+    config["env"]["should_use_nemo_gym"] = False
+    config["policy"]["is_vlm"] = False
+    check_recipe(config)
+    config["policy"]["generation"]["quant_cfg"] = "NVFP4"
+    with pytest.raises(RecipeError, match="quant_cfg starts a worker of ModelOpt's"):
+        check_recipe(config)
+    config["policy"]["generation"] = {"backend": "megatron"}
+    with pytest.raises(RecipeError, match="backend is 'megatron'"):
+        check_recipe(config)
 
 
 def test_the_ban_reaches_requests_and_model_server_once():
