@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: what is registered, how errors look, and with which code it exits."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -37,7 +39,13 @@ def fail(kind: str, ctx: typer.Context) -> None:
 def run(command, monkeypatch):
     """A command line whose only command is `fail`."""
     monkeypatch.setattr(
-        cli, "COMMANDS", (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail value"),)
+        cli,
+        "COMMANDS",
+        (
+            cli.Command(
+                name="fail", summary="Fail.", function="broken:fail", example="nemo-rl-ext fail value"
+            ),
+        ),
     )
     monkeypatch.setattr(cli, "load_command", lambda function: fail)
     return command
@@ -51,7 +59,7 @@ def fail():
     for _ in range(100_000):
         print("line")
 
-cli.COMMANDS = (cli.Command(name="fail", function="broken:fail", example="nemo-rl-ext fail"),)
+cli.COMMANDS = (cli.Command(name="fail", summary="Fail.", function="broken:fail", example="nemo-rl-ext fail"),)
 cli.load_command = lambda function: fail
 sys.argv = ["nemo-rl-ext", "fail"]
 cli.main()
@@ -91,7 +99,10 @@ def test_a_users_fault_is_one_line_and_code_2(kind, run):
 def test_a_missing_file_is_a_users_fault(run):
     done = run("fail", "os")
     assert done.returncode == 2
-    assert done.stderr == "error: [Errno 2] No such file or directory: '/nonexistent/rows.jsonl'\n"
+    assert done.stderr == (
+        "error: /nonexistent/rows.jsonl: no such file or directory; look for a typing error; relative paths start in "
+        "the current directory\n"
+    )
 
 
 def test_an_unexpected_error_is_short_and_points_to_debug(run):
@@ -147,6 +158,54 @@ def test_json_errors_are_one_object(run):
 def test_options_before_the_command_reach_it(run):
     done = run("--quiet", "--log-format", "json", "fail", "nothing")
     assert done.stdout.strip() == "CommonOptions(debug=False, quiet=True, log_format='json')"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-q", "fail", "nothing", "--log-format", "json"),
+        ("fail", "--quiet", "--log-format=json", "nothing"),
+        ("--log-format", "json", "fail", "nothing", "-q"),
+    ],
+)
+def test_common_options_may_follow_the_command(run, arguments):
+    assert run(*arguments).stdout.strip() == "CommonOptions(debug=False, quiet=True, log_format='json')"
+
+
+def test_what_follows_two_dashes_or_belongs_to_another_program_stays():
+    assert cli.hoisted(["check", "--", "-q"]) == ["check", "--", "-q"]
+    assert cli.hoisted(["launch", "x.py", "--debug"]) == ["launch", "x.py", "--debug"]
+    assert cli.hoisted(["-q", "launch", "x.py", "-q"]) == ["-q", "launch", "x.py", "-q"]
+    assert cli.hoisted(["check", "--log-format"]) == ["--log-format", "check"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EISDIR, errno.ENOENT, errno.EROFS, errno.EIO])
+def test_an_error_of_the_system_is_a_sentence(code):
+    error = OSError(code, os.strerror(code), "some/where")
+    message = cli.of_the_system(error)
+    assert message.startswith(f"some/where: {os.strerror(code)[0].lower()}{os.strerror(code)[1:]}")
+    assert "Errno" not in message and (code == errno.EIO or ";" in message)
+    assert "Errno" not in cli.of_the_system(OSError(code, os.strerror(code)))
+
+
+def test_help_fits_eighty_columns_uncut(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("", *typer.main.get_command(cli.build_app()).commands):
+        lines = command(*filter(None, (name, "--help"))).stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not [line for line in lines if "\u2026" in line]
+    assert not [
+        line
+        for line in command("--help").stdout.splitlines()
+        if line.startswith("  ") and line.endswith("...")
+    ]
+
+
+def test_the_module_of_the_command_runs_as_well():
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_ext.cli", "nonsense"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "nonsense" in done.stderr
 
 
 def test_help_shows_the_example(run):
