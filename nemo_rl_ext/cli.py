@@ -48,6 +48,12 @@ COMMANDS = (
         example="nemo-rl-ext grpo --config configs/embedded_async.yaml grpo.max_num_steps=20",
     ),
     Command(
+        name="demo",
+        summary="Run the demo, a tiny VLM, in a directory of its own.",
+        function="nemo_rl_ext.grpo.command:demo",
+        example="nemo-rl-ext demo",
+    ),
+    Command(
         name="check",
         summary="Validate a manifest; forecast runs and re-sized images.",
         function="nemo_rl_ext.manifest.command:check",

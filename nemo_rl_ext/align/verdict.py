@@ -77,9 +77,14 @@ class Reason(enum.Enum):
     def advice(self) -> str:
         return _ADVICE[self]
 
+    @property
+    def trains(self) -> bool:
+        """Whether a row with this reason alone trains, as its media were made again; all other reasons mask it."""
+        return self in (Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED)
+
 
 _ADVICE = {
-    Reason.RESIZED: "nothing to do: the tensors were made again on the engine's grid; give the engine a larger "
+    Reason.RESIZED: "no action is needed: the tensors were made again on the engine's grid; give the engine a larger "
     "max_model_len, or fewer images per prompt, if the lower resolution is not wanted",
     Reason.AMBIGUOUS_GRID: "record the engine's grids (evidence: receipt), or crop the image away from "
     "a square",
@@ -116,8 +121,8 @@ _ADVICE = {
     "rate or sampler was used",
     Reason.FRAMES_UNKNOWN: "record the engine's frames (evidence: receipt): the ids of this family's clips do not name "
     "them",
-    Reason.FRAMES_RESAMPLED: "nothing to do: the frames were decoded again at the engine's timestamps",
-    Reason.EARLIER_TURN_RESIZED: "nothing to do: a later turn made the engine shrink an earlier image, so the "
+    Reason.FRAMES_RESAMPLED: "no action is needed: the frames were decoded again at the engine's timestamps",
+    Reason.EARLIER_TURN_RESIZED: "no action is needed: a later turn made the engine shrink an earlier image, so the "
     "conversation trains as one sequence per prompt that the engine saw",
     Reason.MIXED_SIZES: "train with policy.megatron_cfg.enabled: true, or give the engine a context in which images "
     "keep their size",

@@ -17,6 +17,7 @@ from nemo_rl_ext.grpo.collecting.gym_servers import GymConfig
 from nemo_rl_ext.grpo.collecting.player import Sampling
 from nemo_rl_ext.grpo.config import Config
 from nemo_rl_ext.grpo.engine.config import EngineConfig
+from nemo_rl_ext.grpo.reward_function import checked_reward, load_reward_function
 from nemo_rl_ext.grpo.training.policy import Policy
 from nemo_rl_ext.guards.sampling import media_token_ban, media_token_ids
 from nemo_rl_ext.manifest.forecast import EngineModel, engine_from_checkpoint
@@ -122,16 +123,22 @@ def alignment_options(config: Config) -> AlignmentOptions:
 
 
 def reward_of(config: Config) -> Callable[[ManifestRow, str], float]:
-    """The in-process reward: the demo's for its own rows, which carry one answer, else the agent's own scorer."""
+    """The in-process reward: the user's own function, else the demo's for rows with an answer, else the agent's.
+
+    Raises:
+        ValueError: `env.reward_function` names nothing that can be called.
+    """
+    if (name := config.env.reward_function) is not None:
+        return checked_reward(load_reward_function(name), name)
     scorers: dict[str, Callable[..., Any]] = {}
 
     def reward(row: ManifestRow, text: str) -> float:
         if row.agent_ref is None or "answer" in row.verifier_metadata:
             return score(row, text)
-        name = row.agent_ref.name
-        if name not in scorers:
-            scorers[name] = in_process_scorer(name, config.env.nemo_gym.root)
-        return float(scorers[name](text, row.verifier_metadata)["reward"])
+        agent = row.agent_ref.name
+        if agent not in scorers:
+            scorers[agent] = in_process_scorer(agent, config.env.nemo_gym.root)
+        return float(scorers[agent](text, row.verifier_metadata)["reward"])
 
     return reward
 

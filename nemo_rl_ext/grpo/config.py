@@ -195,7 +195,22 @@ class EnvConfig(Block):
         default=False,
         description="Take rollouts and rewards from NeMo-Gym servers; false scores in this process.",
     )
+    reward_function: str | None = Field(
+        default=None,
+        description="Your own reward: module:function or file.py:function, called with a rollout's last answer and its "
+        "row's verifier_metadata, returns a number; null compares the answer's first letter with "
+        "verifier_metadata.answer.",
+    )
     nemo_gym: NemoGymConfig = Field(default_factory=NemoGymConfig, description="The Gym servers to start.")
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> "EnvConfig":
+        if self.should_use_nemo_gym and self.reward_function is not None:
+            raise ValueError(
+                "env.reward_function scores in this process, and with env.should_use_nemo_gym Gym's verifiers do: set "
+                "one of them"
+            )
+        return self
 
 
 class LoggerConfig(Block):

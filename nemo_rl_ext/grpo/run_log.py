@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_rl_ext.align.verdict import MediaReport, Verdict
+from nemo_rl_ext.align.verdict import MediaReport, Reason, Verdict
 from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.rollout.metrics import Occurrence
 from nemo_rl_ext.rollout.step_log import METRICS_FILE, StepLog
@@ -128,13 +128,15 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
     def get(name: str) -> float:
         return metrics.get(f"alignment/{name}", 0.0)
 
+    def reasons(*, trained: bool) -> str:
+        found = [reason for reason in sorted(Reason) if reason.trains == trained and get(f"reason/{reason.value}")]
+        return ", ".join(f"{reason.value} {get(f'reason/{reason.value}'):.0f}" for reason in found)
+
     masked = f"{get('rows_masked'):.0f} of {counted(round(get('rows')), 'row')} masked"
-    reasons = {
-        key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("alignment/reason/")
-    }
-    reasons.pop("resized", None)
-    if reasons:
-        masked += " (" + ", ".join(f"{name} {count:.0f}" for name, count in sorted(reasons.items())) + ")"
+    if why := reasons(trained=False):
+        masked += f" ({why})"
+    if why := reasons(trained=True):
+        masked += f"; made again and trained: {why}"
     kinds = [f"{kind}s {_verdicts(kind, metrics)}" for kind in ("image", "video") if _verdicts(kind, metrics)]
     gaps = [
         f"{kind} {metrics[f'alignment/logprob_gap_{kind}_mean']:.4f}/{metrics[f'alignment/logprob_gap_{kind}_max']:.4f}"
@@ -142,7 +144,7 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
         if f"alignment/logprob_gap_{kind}_mean" in metrics
     ]
     return (
-        f"aligned {counted(round(get('turns')), 'turn')}: {_verdicts('media', metrics) or 'no'} media"
+        f"media of {counted(round(get('turns')), 'turn')}: {_verdicts('media', metrics) or 'none'}"
         f"{' (' + '; '.join(kinds) + ')' if kinds else ''}; {masked}; {get('token_delta'):.0f} tokens apart; "
         f"{get('repair_ms'):.0f} ms, {get('bytes_shipped') / 2**20:.1f} MiB; log-prob gap {', '.join(gaps) or '-'}"
     )

@@ -65,6 +65,7 @@ class Inputs:
     train: Manifest
     validation: Manifest | None
     media_policy: MediaPolicy
+    reward: Callable[[ManifestRow, str], float]
 
 
 def prepare(config: Config) -> Inputs:
@@ -90,8 +91,10 @@ def prepare(config: Config) -> Inputs:
     validation = None
     if config.data.validation is not None:
         validation = load_manifest(config.data.validation.data_path, policy=policy)
-    for manifest in filter(None, (train, validation)):
-        require_answers(manifest, own_score=not config.env.should_use_nemo_gym)
+    if config.env.reward_function is None:
+        for manifest in filter(None, (train, validation)):
+            require_answers(manifest, own_score=not config.env.should_use_nemo_gym)
+    reward = reward_of(config)
     if config.data.verify_media:
         for manifest in filter(None, (train, validation)):
             verify_media(manifest, video_backend=config.data.video.backend)
@@ -102,7 +105,7 @@ def prepare(config: Config) -> Inputs:
             video_backend=config.data.video.backend,
             any_images=config.env.should_use_nemo_gym,
         )
-    return Inputs(train=train, validation=validation, media_policy=policy)
+    return Inputs(train=train, validation=validation, media_policy=policy, reward=reward)
 
 
 def _build_demo(config: Config) -> None:
@@ -237,7 +240,7 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
     collector = Collector(
         player=player,
         pool=pool,
-        reward=reward_of(config),
+        reward=inputs.reward,
         sampling=sampling,
         options=alignment_options(config),
         num_generations=config.grpo.num_generations_per_prompt,

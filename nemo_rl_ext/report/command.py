@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -69,6 +70,10 @@ def inspect(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per row on stdout, sums last.")
     ] = False,
+    written: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write every row and the sums to this file as JSON lines."),
+    ] = None,
     show: Annotated[int, typer.Option(min=0, help="Rows to print that did not match.")] = 20,
 ) -> None:
     """Check stored rollouts against their media: what matches, would be repaired, or would be masked.
@@ -80,8 +85,12 @@ def inspect(
     from nemo_rl_ext.report.inspection import InspectConfig, Inspector, Totals
 
     totals = Totals()
-    output = JsonOutput() if as_json else TableOutput(show=show)
-    with output:
+    with contextlib.ExitStack() as stack:
+        outputs: list[JsonOutput | TableOutput] = [JsonOutput() if as_json else TableOutput(show=show)]
+        if written is not None:
+            outputs.append(JsonOutput(stack.enter_context(written.open("w", encoding="utf-8"))))
+        for output in outputs:
+            stack.enter_context(output)
         for path in rollouts:
             start = base_dir or path.parent
             config = InspectConfig(
@@ -95,7 +104,9 @@ def inspect(
             )
             for result in Inspector(config).rows(path):
                 totals.add(result)
-                output.row(path, result)
-        output.totals(totals)
+                for output in outputs:
+                    output.row(path, result)
+        for output in outputs:
+            output.totals(totals)
     if totals.failed(strict=strict):
         raise typer.Exit(1)

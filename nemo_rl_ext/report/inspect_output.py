@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -25,11 +26,14 @@ MAX_RUNS = 8
 class JsonOutput:
     """One object per row as soon as it is judged, and one with the sums at the end (`totals`)."""
 
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+
     def __enter__(self) -> JsonOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
+        self._stream.flush()
 
     def row(self, path: Path, result: RowResult) -> None:
         self._write({"file": str(path), **result.to_json()})
@@ -38,7 +42,7 @@ class JsonOutput:
         self._write({"totals": totals.to_json()})
 
     def _write(self, value: object) -> None:
-        sys.stdout.write(json.dumps(value) + "\n")
+        self._stream.write(json.dumps(value) + "\n")
 
 
 class TableOutput:

@@ -39,7 +39,7 @@ WHY = {
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""
 
-REPAIRS = {reason.value for reason in (Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED)}
+REPAIRS = {reason.value for reason in Reason if reason.trains}
 """Names of the reasons that leave the row in training; all others mask it."""
 
 REFUSED = Reason.GENERATION_FAILED.value

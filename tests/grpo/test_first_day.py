@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says and checks before it starts an engine, and a user's own reward."""
+
+import json
+
+import pytest
+import yaml
+
+from nemo_rl_ext.config.shipped import CONFIGS, config_path
+from nemo_rl_ext.grpo.config import load_config
+from nemo_rl_ext.grpo.dry_run import memory_of, num_parameters
+from nemo_rl_ext.grpo.reward_function import checked_reward, load_reward_function
+from nemo_rl_ext.manifest.rows import ManifestRow
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    row = {
+        "id": "a",
+        "responses_create_params": {"input": [{"role": "user", "content": "l or r?"}]},
+        "verifier_metadata": {"answer": "l", "weight": 0.25},
+    }
+    path = tmp_path / "train.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 20)
+    return path
+
+
+@pytest.fixture
+def settings(manifest, tiny_checkpoint, tmp_path):
+    return [
+        f"policy.model_name={tiny_checkpoint}",
+        f"data.train.data_path={manifest}",
+        "data.validation=null",
+        "data.build_demo_manifest=false",
+        f"logger.log_dir={tmp_path}/run",
+    ]
+
+
+def test_every_setting_is_printed_and_reads_back(command, settings, tmp_path):
+    done = command("grpo", "--print-config", *settings, "grpo.seed=7")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    printed = load_config(tmp_path / "printed.yaml")
+    assert printed == load_config(CONFIGS / "embedded_async.yaml", [*settings, "grpo.seed=7"])
+    assert "video_pruning_rate" in done.stdout, "defaults that no file sets are printed, too"
+
+
+def test_a_dry_run_checks_forecasts_and_starts_nothing(command, settings, tmp_path):
+    done = command("grpo", "--dry-run", *settings)
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "48 steps of 16 prompts x 4 generations",
+        "first of 20 prompts",
+        "sequence tokens",
+        "key/value cache: 64.0 MiB",
+        "nothing was started",
+    ):
+        assert said in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would(command, settings, manifest):
+    manifest.write_text(manifest.read_text().replace('"answer"', '"anwser"'))
+    done = command("grpo", "--dry-run", *settings)
+    assert done.returncode == 2 and "no row has anything to be scored by" in done.stderr
+
+
+def test_the_memory_of_parts_is_computed_from_shapes(settings, tiny_checkpoint):
+    from safetensors.torch import load_file
+
+    config = load_config(CONFIGS / "embedded_async.yaml", settings)
+    count = sum(tensor.numel() for tensor in load_file(tiny_checkpoint / "model.safetensors").values())
+    assert num_parameters(tiny_checkpoint) == count
+    memory = memory_of(config, num_parameters=count, patch_size=16, merge_size=2)
+    assert memory.policy == count * 4 * 4 and memory.engine == count * 2
+    assert memory.longest_row == (512 - 4) * 4 * 16 * 16 * 3 * 4
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path):
+    with pytest.raises(ValueError, match="found none"):
+        num_parameters(tmp_path)
+    for content in (b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="model.safetensors: not a safetensors file"):
+            num_parameters(tmp_path)
+
+
+def test_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.chdir(tmp_path)
+    assert config_path(Path("configs/embedded_async.yaml")) == CONFIGS / "embedded_async.yaml"
+    assert config_path(Path("configs/none.yaml")) == Path("configs/none.yaml")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "embedded_async.yaml").write_text("x: 1\n")
+    own = Path("configs/embedded_async.yaml")
+    assert config_path(own) == own, "a user's own file comes first"
+
+
+def row():
+    return ManifestRow.model_validate(
+        {
+            "id": "a",
+            "responses_create_params": {"input": [{"role": "user", "content": "?"}]},
+            "verifier_metadata": {"answer": "a spoon", "weight": 0.25},
+        }
+    )
+
+
+def test_a_reward_function_of_a_file_or_module_scores(tmp_path, monkeypatch):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "def overlap(text, metadata):\n"
+        "    return metadata['weight'] * (metadata['answer'] in text)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{path}:overlap", "my_rewards:overlap"):
+        reward = checked_reward(load_reward_function(name), name)
+        assert reward(row(), "it is a spoon") == 0.25 and reward(row(), "a fork") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rewards", "expected module:function or path/to/file.py:function, found 'rewards'"),
+        (":f", "expected module:function"),
+        ("rewards:1f", "expected module:function"),
+        ("no_such_module:f", "no_such_module cannot be loaded: ModuleNotFoundError"),
+        ("none.py:f", "none.py cannot be loaded: FileNotFoundError: no such file; relative paths start in"),
+        ("json:lodas", "json has no function 'lodas'; it has"),
+        ("json:__doc__", "json has no function '__doc__'"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_used_is_one_sentence(name, message):
+    with pytest.raises(ValueError, match="^env.reward_function: ") as error:
+        load_reward_function(name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1.0", None, [1.0]])
+def test_what_is_no_number_is_refused_with_its_row(value):
+    reward = checked_reward(lambda text, metadata: value, "mine:f")
+    with pytest.raises(ValueError, match="env.reward_function mine:f: expected one finite number for row 'a'"):
+        reward(row(), "x")
+
+
+def test_a_reward_function_that_raises_names_the_row():
+    reward = checked_reward(lambda text, metadata: metadata["absent"], "mine:f")
+    with pytest.raises(ValueError, match="mine:f raised KeyError for row 'a'"):
+        reward(row(), "x")
+
+
+def test_gym_and_a_reward_function_exclude_each_other(settings):
+    with pytest.raises(ValueError, match="env.reward_function scores in this process"):
+        load_config(
+            CONFIGS / "embedded_async.yaml",
+            [*settings, "env.should_use_nemo_gym=true", "env.reward_function=json:loads"],
+        )
+
+
+def test_the_reference_has_every_key():
+    """`docs/configuration.md` is written from the classes."""
+    from pathlib import Path
+
+    from nemo_rl_ext.config.reference import configuration_page
+
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == configuration_page(), (
+        "write it again: python -m nemo_rl_ext.config.reference > docs/configuration.md"
+    )
+
+
+def test_the_configurations_of_the_package_are_those_of_the_repository():
+    assert yaml.safe_load((CONFIGS / "embedded_async.yaml").read_text())["grpo"]["max_num_steps"] == 48
+    assert (CONFIGS / "nemo_rl" / "async_gym_image.yaml").is_file()
