@@ -67,9 +67,9 @@ cli.main()
 
 
 def test_every_name_of_the_design_has_a_place():
-    names = ["census", "check", "distill", "fit", "grpo", "inspect", "launch", "pin", "report"]
+    names = ["census", "check", "demo", "distill", "fit", "grpo", "inspect", "launch", "pin", "report"]
     assert sorted(command.name for command in cli.COMMANDS) == names
-    assert all(command.example.startswith(f"nemo-rl-ext {command.name} ") for command in cli.COMMANDS)
+    assert all(f"{command.example} ".startswith(f"nemo-rl-ext {command.name} ") for command in cli.COMMANDS)
 
 
 def test_a_module_that_does_not_exist_is_not_registered():

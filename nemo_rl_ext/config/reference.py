@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A configuration class as the Markdown table of its keys, for the pages under ``docs/``.
 
-``python -m nemo_rl_ext.config.reference nemo_rl_ext.distill.config:DistillConfig`` prints it.
+``python -m nemo_rl_ext.config.reference`` prints docs/configuration.md, and with the name of a class, such as
+``nemo_rl_ext.distill.config:DistillConfig``, that class's table alone.
 """
 
 import importlib
@@ -16,6 +17,44 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nemo_rl_ext.config.faults import inner_block
+
+PAGE = (
+    (
+        "nemo-rl-ext grpo",
+        "nemo_rl_ext.grpo.config:Config",
+        "The embedded run. `nemo-rl-ext grpo --print-config` prints the settings of a run, defaults included; "
+        "`key=value` on the command line overrides the file.",
+    ),
+    (
+        "Inside NeMo-RL",
+        "nemo_rl_ext.config.media_alignment:MediaAlignmentConfig",
+        "The block `grpo.media_alignment` of a NeMo-RL recipe, the same as the embedded run's; a key that one side "
+        "cannot have says so when it is used. All other keys of a recipe are NeMo-RL's own ([nemo_rl.md](nemo_rl.md)).",
+    ),
+    (
+        "nemo-rl-ext distill",
+        "nemo_rl_ext.distill.config:DistillConfig",
+        "SFT-masked distillation ([distill.md](distill.md)).",
+    ),
+)
+"""Heading, class and introduction of each part of the page."""
+
+
+def configuration_page() -> str:
+    """docs/configuration.md: every key of every configuration."""
+    parts = [
+        "# Configuration\n\nWritten from the code: `python -m nemo_rl_ext.config.reference > docs/configuration.md`. "
+        "An unknown key is an error that lists the known ones, with file and line.\n"
+    ]
+    for heading, name, about in PAGE:
+        parts.append(f"## {heading}\n\n{about}\n\n{reference_table(_named(name))}")
+    return "\n".join(parts)
+
+
+def _named(name: str) -> type[BaseModel]:
+    module, _, attribute = name.partition(":")
+    found: type[BaseModel] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 def reference_table(root: type[BaseModel]) -> str:
@@ -57,5 +96,4 @@ def _yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    module, _, name = sys.argv[1].partition(":")
-    print(reference_table(getattr(importlib.import_module(module), name)), end="")
+    print(reference_table(_named(sys.argv[1])) if sys.argv[1:] else configuration_page(), end="")

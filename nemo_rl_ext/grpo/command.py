@@ -77,7 +77,9 @@ def demo(overrides: Overrides = None) -> None:
 
 def _unused(path: Path) -> Path:
     """The path, or the first of `path-2`, `path-3`, ... where nothing lies."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    )
     return next(place for place in names if not (place.exists() and any(place.iterdir())))
 
 

@@ -72,7 +72,9 @@ def num_parameters(model_dir: Path) -> int:
         try:
             with file.open("rb") as handle:
                 header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+            total += sum(
+                math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+            )
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(f"{file}: not a safetensors file: {error}") from None
     return total
@@ -121,7 +123,10 @@ def _first_rows(config: Config, inputs: Inputs, first: int) -> Sequence[Manifest
 def _described(row: ManifestRow) -> str:
     media = [ref.kind for ref in row.media_refs()]
     text = " ".join(
-        getattr(part, "text", "") for message in row.messages(0) for part in message.parts if hasattr(part, "text")
+        getattr(part, "text", "")
+        for message in row.messages(0)
+        for part in message.parts
+        if hasattr(part, "text")
     )
     kinds = ", ".join(f"{media.count(kind)} x {kind}" for kind in dict.fromkeys(media)) or "text alone"
     return f"{row.row_id} ({row.where}; {kinds}): {text[:60]}{'...' if len(text) > 60 else ''}"

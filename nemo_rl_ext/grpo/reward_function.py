@@ -33,7 +33,9 @@ def load_reward_function(name: str) -> RewardFunction:
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except Exception as error:
-        raise ValueError(f"{where}: {module_name} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{where}: {module_name} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         public = sorted(
@@ -66,7 +68,8 @@ def checked_reward(function: RewardFunction, name: str) -> Callable[[ManifestRow
             value = function(text, row.verifier_metadata)
         except Exception as error:
             raise ValueError(
-                f"env.reward_function {name} raised {type(error).__name__} for row {row.row_id!r} ({row.where}): {error}"
+                f"env.reward_function {name} raised {type(error).__name__} for row {row.row_id!r} ({row.where}): "
+                f"{error}"
             ) from error
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(

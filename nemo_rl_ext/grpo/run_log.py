@@ -129,7 +129,11 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
         return metrics.get(f"alignment/{name}", 0.0)
 
     def reasons(*, trained: bool) -> str:
-        found = [reason for reason in sorted(Reason) if reason.trains == trained and get(f"reason/{reason.value}")]
+        found = [
+            reason
+            for reason in sorted(Reason, key=lambda reason: reason.value)
+            if reason.trains == trained and get(f"reason/{reason.value}")
+        ]
         return ", ".join(f"{reason.value} {get(f'reason/{reason.value}'):.0f}" for reason in found)
 
     masked = f"{get('rows_masked'):.0f} of {counted(round(get('rows')), 'row')} masked"

@@ -16,12 +16,11 @@ from nemo_rl_ext.manifest.rows import ManifestRow
 @pytest.fixture
 def manifest(tmp_path):
     row = {
-        "id": "a",
         "responses_create_params": {"input": [{"role": "user", "content": "l or r?"}]},
         "verifier_metadata": {"answer": "l", "weight": 0.25},
     }
     path = tmp_path / "train.jsonl"
-    path.write_text((json.dumps(row) + "\n") * 20)
+    path.write_text("".join(json.dumps({"id": f"row-{index}", **row}) + "\n" for index in range(20)))
     return path
 
 
@@ -110,8 +109,7 @@ def row():
 def test_a_reward_function_of_a_file_or_module_scores(tmp_path, monkeypatch):
     path = tmp_path / "my_rewards.py"
     path.write_text(
-        "def overlap(text, metadata):\n"
-        "    return metadata['weight'] * (metadata['answer'] in text)\n"
+        "def overlap(text, metadata):\n    return metadata['weight'] * (metadata['answer'] in text)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name in (f"{path}:overlap", "my_rewards:overlap"):
@@ -140,7 +138,9 @@ def test_a_reward_function_that_cannot_be_used_is_one_sentence(name, message):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1.0", None, [1.0]])
 def test_what_is_no_number_is_refused_with_its_row(value):
     reward = checked_reward(lambda text, metadata: value, "mine:f")
-    with pytest.raises(ValueError, match="env.reward_function mine:f: expected one finite number for row 'a'"):
+    with pytest.raises(
+        ValueError, match="env.reward_function mine:f: expected one finite number for row 'a'"
+    ):
         reward(row(), "x")
 
 
