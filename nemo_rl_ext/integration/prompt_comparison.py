@@ -100,10 +100,11 @@ def compare(prompt: Any, output: Any) -> None:
     media = ", ".join(f"{kind} x {_count(value)}" for kind, value in prompt["multi_modal_data"].items())
     raise PromptMismatch(
         f"the engine made {len(engine)} ids of a prompt with {media}, the trainer has {len(trainer)}; they first "
-        f"differ at {at} (engine {_shown(engine, at)}, trainer {_shown(trainer, at)}){_runs(engine, trainer, at)}. The "
-        "sampled ids would be trained on behind a prompt that the engine never saw. Give the engine and the policy's "
-        "processor the same media limits (vllm_kwargs.mm_processor_kwargs and the processor's own), and a max_model_len "
-        "under which the engine does not re-size media, or move the environment to NeMo-Gym, where media are repaired"
+        f"differ at {at} (engine {_shown(engine, at)}, trainer {_shown(trainer, at)})"
+        f"{_runs(engine, trainer, at)}. The sampled ids would be trained on behind a prompt that the engine never saw. "
+        "Give the engine and the policy's processor the same media limits (vllm_kwargs.mm_processor_kwargs and the "
+        "processor's own), and a max_model_len under which the engine does not re-size media, or move the "
+        "environment to NeMo-Gym, where media are repaired"
     )
 
 
