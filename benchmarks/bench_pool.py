@@ -219,7 +219,7 @@ def run(effort: Effort) -> Section:
         work = make_work(Path(scratch), num_groups=4 if effort.quick else GROUPS * GROUP, group_size=GROUP)
         ray.init(
             address="local",
-            num_cpus=2,
+            num_cpus=4,
             include_dashboard=False,
             object_store_memory=512 << 20,
             logging_level=logging.ERROR,
