@@ -4,6 +4,7 @@
 # WORKERS=n       processes that run tests; 0: this one
 VENV ?= .venv
 NEMO_RL ?=
+FAMILY ?=
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
@@ -19,6 +20,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 help:
 	@echo "make setup                    environment in $(VENV); VENV=dir for another place"
 	@echo "make demo                     the main job: async GRPO with rollout-aligned images, on this machine"
+	@echo "make demo FAMILY=name         the same on the tiny checkpoint of qwen3_vl, qwen2_5_vl or internvl"
 	@echo "make test                     every test that needs neither a NeMo-RL checkout nor NeMo-Gym"
 	@echo "make test-quick               the tests that need no engine"
 	@echo "make test-nemo-rl NEMO_RL=dir the tests against a NeMo-RL checkout, in an environment of their own"
@@ -34,7 +36,10 @@ demo: setup
 	@case " $(ARGS) " in *" --resume "*|*" --overwrite "*|*log_dir=*) dir= ;; *) \
 	    dir=runs/demo; n=1; \
 	    while [ -n "$$(ls -A $$dir 2>/dev/null)" ]; do n=$$((n + 1)); dir=runs/demo-$$n; done ;; esac; \
-	$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $${dir:+logger.log_dir=$$dir} $(ARGS)
+	family=; \
+	case "$(FAMILY)" in ""|nemotron) ;; *) \
+	    family=$$($(BIN)/python -m nemo_rl_ext.models.tiny_families $(FAMILY) runs/tiny/$(FAMILY)) || exit 1 ;; esac; \
+	$(BIN)/nemo-rl-ext grpo --config configs/embedded_async.yaml $${dir:+logger.log_dir=$$dir} $$family $(ARGS)
 
 test: setup
 	@$(BIN)/python $(PYTEST) -m "not nemo_rl and not gym" $(ARGS)

@@ -79,7 +79,9 @@ def prevention_engine(config: Config) -> EngineModel:
     """
     vllm = config.policy.generation.vllm_cfg
     try:
-        run_limits(config.policy.model_name, hf_overrides=vllm.hf_overrides)
+        run_limits(
+            config.policy.model_name, hf_overrides=vllm.hf_overrides, arguments=vllm.mm_processor_kwargs
+        )
     except ValueError as error:
         raise ValueError(f"grpo.media_alignment.prevent: {error}") from None
     return engine_from_checkpoint(

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_rl_ext.align.families.registry import known_architectures
 from nemo_rl_ext.models.tiny_model import write_tiny_model
 
 logger = logging.getLogger(__name__)
@@ -37,19 +38,19 @@ class CheckpointInfo:
     """What a checkpoint directory says about its model.
 
     `max_num_patches` is 0 when images have no cap of their own. `vision_hidden_size` is None when the
-    configuration does not state it.
+    configuration does not state it. The four numbers are 0 where the family keeps its limits in processor files.
     """
 
     path: Path
     architecture: str
     model_type: str
     dtype: str
-    patch_size: int
-    merge_size: int
-    min_num_patches: int
-    max_num_patches: int
-    vision_hidden_size: int | None
     needs_remote_code: bool
+    patch_size: int = 0
+    merge_size: int = 0
+    min_num_patches: int = 0
+    max_num_patches: int = 0
+    vision_hidden_size: int | None = None
 
     @property
     def engine_overrides(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class CheckpointInfo:
 
 
 def require_checkpoint(path: Path | str) -> CheckpointInfo:
-    """Read a checkpoint directory of a Nemotron VL model.
+    """Read a checkpoint directory of a family that is known.
 
     Raises ValueError, with everything that is missing in one message, when the directory is not one.
     """
@@ -88,9 +89,17 @@ def require_checkpoint(path: Path | str) -> CheckpointInfo:
     config = _read_json(path / "config.json")
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{path / 'config.json'}: architecture {architecture!r} is not supported; "
-            f"known ones are {', '.join(ARCHITECTURES)}"
+        if architecture not in known_architectures():
+            raise ValueError(
+                f"{path / 'config.json'}: architecture {architecture!r} is not supported; "
+                f"known ones are {', '.join(known_architectures())}"
+            )
+        return CheckpointInfo(
+            path=path.resolve(),
+            architecture=architecture,
+            model_type=str(config.get("model_type", "")),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            needs_remote_code="auto_map" in config,
         )
     vision = config.get("vision_config") or {}
     args = vision.get("args") or {}
@@ -113,6 +122,17 @@ def require_checkpoint(path: Path | str) -> CheckpointInfo:
             "resolution (patch_size, downsample_ratio, and min_num_patches and max_num_patches in "
             "vision_config.args)."
         ) from error
+
+
+def weight_names(path: Path) -> frozenset[str]:
+    """Names of all weights in a checkpoint directory's safetensors files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            names.update(weights.keys())
+    return frozenset(names)
 
 
 def _missing_weights(path: Path) -> list[str]:

@@ -275,9 +275,42 @@ TINY: dict[str, Callable[[Path], Path]] = {
 }
 
 
+ENGINE_LIMITS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"size": {"shortest_edge": 3136, "longest_edge": 25088}},
+    "qwen3_vl": {"size": {"shortest_edge": 4096, "longest_edge": 32768}},
+    "internvl": {"max_patches": 3},
+}
+"""`mm_processor_kwargs` under which an engine re-sizes many of the demo's pictures, per family of the demo."""
+
+
+def demo_overrides(name: str, out: Path) -> list[str]:
+    """What the demo's configuration takes to run on the tiny checkpoint of a family in a directory."""
+    if name not in ENGINE_LIMITS:
+        raise ValueError(
+            f"the demo runs on no tiny checkpoint of {name!r}; it does on {', '.join(ENGINE_LIMITS)}"
+        )
+    limits = json.dumps(ENGINE_LIMITS[name], separators=(",", ":"))
+    return [
+        f"policy.model_name={out}",
+        "policy.build_tiny_checkpoint=false",
+        f"policy.generation.vllm_cfg.mm_processor_kwargs={limits}",
+    ]
+
+
 def build_tiny_family(name: str, out: Path) -> Path:
     """Write the tiny checkpoint of a family to a directory. Raises `ValueError` for a name that is not one."""
     if name not in TINY:
         raise ValueError(f"there is no tiny checkpoint of {name!r}; there are {', '.join(TINY)}")
     out.mkdir(parents=True, exist_ok=True)
     return TINY[name](out)
+
+
+if __name__ == "__main__":
+    import sys
+
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python -m nemo_rl_ext.models.tiny_families FAMILY DIRECTORY")
+    name, out = sys.argv[1], Path(sys.argv[2])
+    overrides = demo_overrides(name, out)
+    build_tiny_family(name, out)
+    print(*overrides, sep="\n")

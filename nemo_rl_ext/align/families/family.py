@@ -112,6 +112,10 @@ class MediaFamily(Protocol):
         """What a chat template writes in the place of an item, delimiters included, the longest form first."""
         ...
 
+    def marker(self, kind: MediaKind) -> str:
+        """The token that stands once for an item in the unexpanded prompt that an engine takes."""
+        ...
+
     def written(self, item: MediaItem) -> Written:
         """What the engine puts into the prompt for an item beside its context tokens."""
         ...

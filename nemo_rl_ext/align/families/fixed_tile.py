@@ -61,6 +61,9 @@ class FixedTileFamily:
     def placeholders(self) -> tuple[str, ...]:
         return ("<image>",)
 
+    def marker(self, kind: MediaKind) -> str:
+        return f"<{kind}>"
+
     def written(self, item: MediaItem) -> Written:
         return Written((), 2)
 

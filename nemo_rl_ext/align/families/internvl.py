@@ -119,6 +119,9 @@ class InternVLFamily:
     def placeholders(self) -> tuple[str, ...]:
         return CONTEXT_TOKEN, "<video>", "<image>"
 
+    def marker(self, kind: MediaKind) -> str:
+        return "<video>" if kind == "video" else CONTEXT_TOKEN
+
     def written(self, item: MediaItem) -> Written:
         if item.kind == "image":
             return Written((), 2)

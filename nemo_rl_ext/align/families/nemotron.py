@@ -188,6 +188,9 @@ class NemotronFamily:
     def placeholders(self) -> tuple[str, ...]:
         return CONTEXT_TOKEN, VIDEO_PLACEHOLDER
 
+    def marker(self, kind: MediaKind) -> str:
+        return VIDEO_PLACEHOLDER if kind == "video" else CONTEXT_TOKEN
+
     def written(self, item: MediaItem) -> Written:
         if item.kind == "image":
             return Written((), 2)

@@ -122,6 +122,9 @@ class QwenVLFamily:
         start, end, image, video = TOKENS
         return f"{start}{image}{end}", f"{start}{video}{end}", image, video
 
+    def marker(self, kind: MediaKind) -> str:
+        return TOKENS[3] if kind == "video" else TOKENS[2]
+
     def written(self, item: MediaItem) -> Written:
         """Delimiters of every run; those of the prompt stay around the runs of a clip."""
         if item.kind == "image" or not self.run_per_tubelet:

@@ -83,6 +83,11 @@ def known_model_types() -> tuple[str, ...]:
     return tuple(sorted(name for module in FAMILIES for name in module.MODEL_TYPES))
 
 
+def known_architectures() -> tuple[str, ...]:
+    """Every entry of `architectures` that a known family's checkpoint may have."""
+    return tuple(name for module in FAMILIES for name in module.ARCHITECTURES)
+
+
 def _module_of(model_dir: Path) -> FamilyModule:
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; a checkpoint directory is expected")

@@ -58,6 +58,11 @@ class VllmConfig(Block):
         description="Share of video tokens that the engine prunes (EVS). Pruned videos cannot be aligned: "
         "anything above 0 is refused while grpo.media_alignment.enabled.",
     )
+    mm_processor_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the engine's media processor, for instance {max_pixels: 65536}. Those whose effect "
+        "on the checkpoint's family is not known are refused.",
+    )
     hf_overrides: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the checkpoint's config.json to replace, passed to vLLM as they are.",

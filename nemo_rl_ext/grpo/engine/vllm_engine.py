@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
 
+from nemo_rl_ext.align.families.registry import family_of
+from nemo_rl_ext.align.verdict import MediaKind
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.engine.requests import (
     EngineError,
@@ -27,12 +28,13 @@ from nemo_rl_ext.grpo.engine.requests import (
 )
 from nemo_rl_ext.grpo.engine.vllm_setup import configure, keep_weights_in_place, prepare_environment
 from nemo_rl_ext.guards.sampling import MediaTokenBan
-from nemo_rl_ext.models.checkpoint import require_checkpoint
+from nemo_rl_ext.models.checkpoint import require_checkpoint, weight_names
 from nemo_rl_ext.receipts import recorder
 from nemo_rl_ext.receipts.receipt import Receipt
 
 logger = logging.getLogger(__name__)
 
+_KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MIN_BATCHED_TOKENS = 4096
 """Prompt tokens that one step takes, at least."""
 
@@ -57,6 +59,8 @@ class VllmEngine:
             raise ValueError(
                 f"{self.info.path} ships Python code of its own; set trust_remote_code: true to run it"
             )
+        family = family_of(self.info.path)
+        family.served_with(config.mm_processor_kwargs)
         prepare_environment()
         from vllm import LLM
 
@@ -82,6 +86,7 @@ class VllmEngine:
             mm_processor_cache_gb=config.mm_processor_cache_gb,
             enable_prefix_caching=config.enable_prefix_caching,
             video_pruning_rate=config.video_pruning_rate or None,
+            mm_processor_kwargs=config.mm_processor_kwargs or None,
             hf_overrides=partial(configure, config, self.info.engine_overrides),
             trust_remote_code=config.trust_remote_code,
             seed=config.seed,
@@ -102,14 +107,14 @@ class VllmEngine:
                 f"vLLM moved {len(packed)} weights (first {packed[0]!r}) into a packed copy that new weights "
                 "would not reach; this version of vLLM is not supported"
             )
-        # vLLM hands the projector bfloat16 features whatever the model's dtype; in float32 that fails.
-        self.model.mlp1.register_forward_pre_hook(
-            lambda module, args: (args[0].to(next(module.parameters()).dtype),)
-        )
+        if (projector := getattr(self.model, "mlp1", None)) is not None:
+            # vLLM may hand it bfloat16 features whatever the model's dtype; in float32 that fails.
+            projector.register_forward_pre_hook(
+                lambda module, args: (args[0].to(next(module.parameters()).dtype),)
+            )
         vocabulary = self._llm.get_tokenizer().get_vocab()
-        self._context_id = vocabulary["<image>"]
-        self._video_id = vocabulary.get("<video>")
-        self._weight_names = _weight_names(self.info.path)
+        self._image_id, self._video_id = (vocabulary.get(family.marker(kind)) for kind in _KINDS)
+        self._weight_names = weight_names(self.info.path)
         self._running: dict[str, _Rendered] = {}
         self._num_added = 0
         self.version = 0
@@ -169,7 +174,7 @@ class VllmEngine:
     def _render(self, request: GenerationRequest) -> Mapping[str, Any]:
         ids = [int(token) for token in request.prompt_token_ids]
         for kind, token_id, media in (
-            ("image", self._context_id, request.images),
+            ("image", self._image_id, request.images),
             ("video", self._video_id, request.videos),
         ):
             # vLLM fills the first ones and leaves a surplus as a phantom.
@@ -249,14 +254,6 @@ class VllmEngine:
         self._engine.abort_request(list(self._running))
         self._running.clear()
         self._engine.engine_core.shutdown()
-
-
-def _weight_names(path: Any) -> frozenset[str]:
-    names: set[str] = set()
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            names.update(weights.keys())
-    return frozenset(names)
 
 
 def _rgb(request: GenerationRequest, index: int, image: np.ndarray | Image.Image) -> Image.Image:

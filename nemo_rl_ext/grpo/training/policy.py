@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained policy: transformers' `nemotron_h_omni`, log-probs as the engine reports them, and AdamW."""
+"""The trained policy: transformers' model, log-probs as the engine reports them, and AdamW."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.grpo.training.batch import PolicyBatch
+from nemo_rl_ext.grpo.training.family_forward import family_logits, pad_id_of, saved_weights
 from nemo_rl_ext.grpo.training.packing import pack_rows, restrict, unpack
 from nemo_rl_ext.grpo.training.policy_state import load_policy_state, save_policy_state
 from nemo_rl_ext.guards.sampling import MediaTokenBan
-from nemo_rl_ext.models.checkpoint import CheckpointInfo, require_checkpoint
+from nemo_rl_ext.models.checkpoint import ARCHITECTURES, CheckpointInfo, require_checkpoint, weight_names
 from nemo_rl_ext.models.vision import encode_media
 from nemo_rl_ext.models.weights import LAYER_SCALE, to_engine_names
 from nemo_rl_ext.rollout.packed import join_media
@@ -47,6 +49,8 @@ class Policy:
         self.model = model
         self.info = info
         self.precision = precision
+        self.family = None if info.model_type == "nemotron_h_omni" else family_of(info.path)
+        """What the forward asks, but of the family whose forward is written out in `_logits`."""
         self.max_grad_norm = max_grad_norm
         self.trainable: dict[str, torch.Tensor] = {
             name: value for name, value in model.named_parameters() if value.requires_grad
@@ -75,7 +79,7 @@ class Policy:
 
         Raises ValueError when `path` is not a checkpoint, is one of another model, or lacks a parameter.
         """
-        from transformers import NemotronH_Omni_Reasoning_V3
+        from transformers import AutoModelForImageTextToText, NemotronH_Omni_Reasoning_V3
 
         if precision not in ("float32", "bfloat16"):
             raise ValueError(f"policy precision: expected 'float32' or 'bfloat16', found {precision!r}")
@@ -85,24 +89,25 @@ class Policy:
                 "tokens, the last guard against misaligned media; unset it"
             )
         info = require_checkpoint(path)
-        if info.model_type != "nemotron_h_omni":
+        native = info.model_type == "nemotron_h_omni"
+        if not native and info.architecture in ARCHITECTURES:
             raise ValueError(
                 f"{info.path / 'config.json'}: the policy needs model_type 'nemotron_h_omni', found {info.model_type!r}"
             )
         dtype = getattr(torch, precision)
-        model, loading = NemotronH_Omni_Reasoning_V3.from_pretrained(
-            str(info.path), dtype=dtype, output_loading_info=True
-        )
+        loader = NemotronH_Omni_Reasoning_V3 if native else AutoModelForImageTextToText
+        model, loading = loader.from_pretrained(str(info.path), dtype=dtype, output_loading_info=True)
         faults = {key: sorted(map(str, value)) for key, value in loading.items() if value}
         if faults:
             raise ValueError(f"{info.path}: weights do not fit the model: {faults}")
         # The vision tower casts pixels to its own configuration's dtype, which the argument above left alone.
         for config in (model.config, model.config.vision_config, model.config.text_config):
             config.dtype = dtype
-        for name, value in model.named_parameters():
-            if LAYER_SCALE.match(name):
-                value.requires_grad_(False)
-        model.vision_model.register_forward_hook(_round_features_as_engine)
+        if native:
+            for name, value in model.named_parameters():
+                if LAYER_SCALE.match(name):
+                    value.requires_grad_(False)
+            model.vision_model.register_forward_hook(_round_features_as_engine)
         model.eval()
         return cls(
             model,
@@ -153,8 +158,13 @@ class Policy:
                 ]
             )
         # Padding must not be a placeholder token, which the forward would count.
-        ids, columns, lengths = pack_rows(batch, pad_id=int(self.model.image_token_id == 0))
-        logits = self._logits(ids, batch)[:, :-1].float()
+        if self.family is None:
+            ids, columns, lengths = pack_rows(batch, pad_id=int(self.model.image_token_id == 0))
+            logits = self._logits(ids, batch)
+        else:
+            ids, columns, lengths = pack_rows(batch, pad_id=pad_id_of(self.family))
+            logits = family_logits(self.model, self.family, ids, lengths, batch)
+        logits = logits[:, :-1].float()
         if logprobs_mode == "processed_logprobs":
             ban = MediaTokenBan(token_ids=tuple(sorted(set(map(int, banned_token_ids)))))
             logits = ban.mask_logits(logits, logprobs_mode=logprobs_mode)
@@ -243,7 +253,10 @@ class Policy:
     @torch.no_grad()
     def state_dict_for_engine(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Copies of all weights under released names, contiguous, in `dtype` (default: the forward's own)."""
-        renamed = to_engine_names(self.model.state_dict())
+        if self.family is None:
+            renamed = to_engine_names(self.model.state_dict())
+        else:
+            renamed = dict(saved_weights(self.model, weight_names(self.info.path)))
         copies = {}
         for name, value in renamed.items():
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
