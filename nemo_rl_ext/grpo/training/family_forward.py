@@ -50,8 +50,10 @@ def family_logits(
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     for key in dict.fromkeys(key for row in per_token for key in row):
         inputs[key] = _stacked(key, per_token, ids)
-    rows = [values for values in media if values]
-    logits: torch.Tensor = model(**inputs, **(family.join(rows) if rows else {}), use_cache=False).logits
+    joined = family.join([values for values in media if values])
+    # Stored tensors become tensors where they are joined, one alone too.
+    opened = {key: torch.cat([value]) for key, value in joined.items()}
+    logits: torch.Tensor = model(**inputs, **opened, use_cache=False).logits
     return logits
 
 
