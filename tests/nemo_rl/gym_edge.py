@@ -14,6 +14,9 @@ import numpy as np
 import ray
 from PIL import Image
 
+from nemo_rl_ext.receipts.receipt import read_receipt
+from nemo_rl_ext.receipts.store import actor_handle, rollout_key
+
 START, CONTEXT, END = 3, 5, 4
 
 
@@ -124,7 +127,7 @@ class EngineEdge:
             "generation_token_ids": choice["token_ids"],
             "generation_log_probs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
         }
-        # A receipt in the body is dropped, as NeMo-Gym's own model server does: it comes from the job's store.
+        await _hand_over(item, body.get("media_receipt"))
         return row, {
             "response": {
                 "agent_input": copy.deepcopy(messages),
@@ -134,6 +137,19 @@ class EngineEdge:
             "responses_create_params": {"input": copy.deepcopy(messages)},
             "reward": float(row["_rowidx"] % 2),
         }
+
+
+async def _hand_over(item, receipt):
+    """NeMo-Gym's model server drops the receipt; a worker of the job hands it to the store itself.
+
+    The tests' worker runs in the engine's environment, outside of the job's Ray, so that it is done for it here.
+    """
+    store = actor_handle()
+    if store is not None and receipt is not None:
+        key = rollout_key(
+            item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"]
+        )
+        await store.put.remote([key], read_receipt(receipt))
 
 
 class GymServersEdge:
