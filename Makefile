@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-nemo-rl gym bench lint
+.PHONY: help setup demo docs test test-quick test-nemo-rl gym bench lint
 
 help:
 	@echo "make setup                    environment in $(VENV); VENV=dir for another place"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-nemo-rl NEMO_RL=dir the tests against a NeMo-RL checkout, in an environment of their own"
 	@echo "make gym                      the separate environment of NeMo-Gym (Python >= 3.12)"
 	@echo "make bench                    the benchmarks"
+	@echo "make docs                     the API reference, in docs/api"
 	@echo "make lint                     rules, format, arrows between the rooms, types"
 
 setup:
@@ -52,6 +53,12 @@ test-nemo-rl:
 
 gym:
 	@scripts/gym_env.sh
+
+docs: setup
+	@$(BIN)/python -m venv --system-site-packages build/docs-venv && build/docs-venv/bin/python -m pip install -q "pdoc>=15"
+	@PYTHONPATH=$(CURDIR):$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])") \
+	    build/docs-venv/bin/python -m pdoc -o docs/api $(addprefix nemo_rl_ext.,align guards media rollout manifest models config)
+	@echo docs/api/index.html
 
 bench: setup
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -70,7 +70,10 @@ def test_lock_satisfies_every_requirement_of_the_project():
     locked = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     locked = {canonical(name): version for name, version in locked.items()}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    # The API reference is written by an environment of its own; `demo` names this project's other extras.
+    extras = {name: needs for name, needs in project["optional-dependencies"].items() if name != "docs"}
+    wanted = [*project["dependencies"], *sum(extras.values(), [])]
+    wanted = [requirement for requirement in wanted if not requirement.startswith(project["name"])]
     for requirement in map(packaging.Requirement, wanted):
         version = locked.get(canonical(requirement.name))
         assert version is not None, f"{requirement.name} is not in the lock"
