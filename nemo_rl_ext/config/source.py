@@ -107,6 +107,8 @@ def _parse(text: str, path: Path) -> tuple[DictConfig, Layer]:
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {_first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: blocks or lists are nested too deeply to be a configuration") from None
     if root is None:
         raise ConfigError(
             f"{path}: is empty; expected blocks such as `policy:`, as in configs/embedded_async.yaml"
@@ -132,13 +134,16 @@ def _label_lines(node: yaml.Node, key: DottedKey, path: str, layer: Layer) -> No
 
 
 def _read_override(text: str) -> tuple[DictConfig, Layer]:
-    label = f"override '{text}'"
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    label = f"override '{shown}'"
     name, equals, value = text.removeprefix("++").partition("=")
     parts = tuple(name.split("."))
     if not equals or not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{label}: expected key=value or ++key=value with a dotted key such as grpo.seed=1")
     try:
         tree = OmegaConf.from_dotlist([f"{name}={value}"])
+    except RecursionError:
+        raise ConfigError(f"{label}: the value is nested too deeply") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{label}: the value is not valid YAML: {_first_line(error)}") from None
     return tree, {(): label, **{parts[: end + 1]: label for end in range(len(parts))}}

@@ -88,7 +88,11 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
     first_step = directory.first_step
     config = run.config
     grpo, alignment = config.grpo, config.grpo.media_alignment
-    metrics = AlignmentMetrics(on_ambiguous=alignment.on_ambiguous, on_unalignable=alignment.on_unalignable)
+    metrics = AlignmentMetrics(
+        on_ambiguous=alignment.on_ambiguous,
+        on_unalignable=alignment.on_unalignable,
+        reported=log.reported_reasons(),
+    )
     window = MaskedWindow(size=alignment.masked_window, max_fraction=alignment.max_masked_fraction)
     max_age = grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0
     buffer = TrajectoryBuffer(max_age=max_age, first_step=first_step)

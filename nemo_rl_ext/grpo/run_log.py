@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,19 @@ class RunLog:
     ) -> None:
         self.run_dir = run_dir
         self.console = console or Console()
+        self._durations: deque[float] = deque(maxlen=16)
         self._files = StepLog(
             run_dir,
             keep_until=resume_from,
             tensorboard=tensorboard,
             names=(METRICS_FILE, OCCURRENCES_FILE, TURNS_FILE),
         )
+
+    def reported_reasons(self) -> set[str]:
+        """Reasons whose first occurrence stands in the run's file: a resumed run does not report them again."""
+        path = self.run_dir / OCCURRENCES_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return {str(json.loads(line)["reason"]) for line in lines}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics."""
@@ -53,12 +63,15 @@ class RunLog:
         self._files.append(TURNS_FILE, *(_turn_record(step, sample) for sample in samples))
 
     def show(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Two lines per step: the training and what alignment did for it."""
+        """Two lines per step: the training, with the time left, and what alignment did for it."""
         get = metrics.get
+        self._durations.append(get("timing/step_s", 0.0))
+        left = (num_steps - step) * statistics.median(self._durations)
         self.console.print(
             f"[bold]step {step}/{num_steps}[/]  reward {get('train/reward_mean', 0):.3f}  "
             f"loss {get('train/loss', 0):+.4f}  "
             f"{get('timing/step_s', 0):.1f} s"
+            + (f", {duration(left)} left" if step < num_steps else "")
             + (f"  [green]{accuracy_line(metrics)}[/]" if "eval/accuracy" in metrics else ""),
             highlight=False,
         )
@@ -105,6 +118,14 @@ def _media_record(item: MediaReport) -> dict[str, Any]:
         "reason": None if item.reason is None else item.reason.value,
         "num_frames": item.num_frames,
     }
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `5 min`, `2 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def accuracy_line(metrics: Mapping[str, float]) -> str:

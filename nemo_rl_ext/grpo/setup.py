@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_rl_ext.align.wording import counted
 from nemo_rl_ext.config.media_alignment import MediaAlignmentConfig
 from nemo_rl_ext.grpo.collecting.collector import Collector
 from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
@@ -105,6 +107,11 @@ def prepare(config: Config) -> Inputs:
             video_backend=config.data.video.backend,
             any_images=config.env.should_use_nemo_gym,
         )
+    logger.info(
+        "%s to train on, %s held out, checked",
+        counted(len(train), "row"),
+        counted(0 if validation is None else len(validation), "row"),
+    )
     return Inputs(train=train, validation=validation, media_policy=policy, reward=reward)
 
 
@@ -205,6 +212,7 @@ def start(config: Config, inputs: Inputs, *, how_to_go_on: Callable[[], str] = l
             kept = parts.enter_context(keeper())
             parts.enter_context(handler_given_back())
             parts.callback(ray.shutdown)
+            logger.info("starting Ray")
             _start_ray(config.grpo.media_alignment)
             raise_on_sigterm()
             kept.watch()
@@ -227,6 +235,12 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
         timeout_s=alignment.aligner_timeout_s,
     )
     parts.callback(pool.shutdown)
+    logger.info(
+        "starting %s and the vLLM engine on %s; its imports take longest",
+        counted(alignment.num_aligners, "aligner"),
+        config.policy.model_name,
+    )
+    began = time.monotonic()
     with ThreadPoolExecutor(1) as executor:
         starting = executor.submit(EngineClient, lambda: start_engine(engine_config(config)))
         try:
@@ -245,6 +259,7 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
         options=alignment_options(config),
         num_generations=config.grpo.num_generations_per_prompt,
     )
+    logger.info("engine, aligners and policy are ready after %.0f s", time.monotonic() - began)
     validation = inputs.validation[: config.grpo.max_val_samples] if inputs.validation is not None else ()
     return Run(
         config=config,

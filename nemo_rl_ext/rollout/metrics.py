@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -60,7 +60,15 @@ class Occurrence:
 class AlignmentMetrics:
     """Counts verdicts, reasons, bytes and log-prob gaps of one step, and logs the first occurrence of each reason."""
 
-    def __init__(self, *, on_ambiguous: str = "mask", on_unalignable: str = "mask") -> None:
+    def __init__(
+        self,
+        *,
+        on_ambiguous: str = "mask",
+        on_unalignable: str = "mask",
+        reported: Collection[str] = (),
+    ) -> None:
+        """`reported` names reasons whose first occurrence an earlier part of this run has reported."""
+        self._reported = frozenset(reported)
         self._raise_on = {
             verdict
             for verdict, action in ((Verdict.AMBIGUOUS, on_ambiguous), (Verdict.UNALIGNABLE, on_unalignable))
@@ -135,6 +143,8 @@ class AlignmentMetrics:
         self._reasons[occurrence.reason] += 1
         if occurrence.reason not in self.first_occurrences:
             self.first_occurrences[occurrence.reason] = occurrence
+            if occurrence.reason.value in self._reported:
+                return
             self._pending.append(occurrence)
             logger.warning("first %s: %s", occurrence.reason.value, occurrence.story)
 

@@ -176,3 +176,23 @@ def test_an_import_alone_loads_no_compiler():
         "import sys, nemo_rl_ext.align.turn, nemo_rl_ext.rollout.aligner; assert 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kernels_are_kept_elsewhere_where_home_and_package_cannot_be_written(tmp_path):
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HOME": "/proc",
+        "XDG_CACHE_HOME": "/proc/none",
+        "TMPDIR": str(tmp_path),
+        # Not the package's own directory, which a test can write to.
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator,UserWideCacheLocator",
+    }
+    script = "from nemo_rl_ext.align import compiled; assert compiled.load() is not None"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    (folder,) = tmp_path.glob("nemo-rl-ext-kernels-*")
+    assert folder.stat().st_mode & 0o777 == 0o700 and any(folder.rglob("*.nbi"))
+    folder.chmod(0o777)
+    script = "from nemo_rl_ext.align import compiled; assert compiled.load() is None"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "not this user's own" in done.stderr

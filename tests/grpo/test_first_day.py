@@ -173,3 +173,52 @@ def test_the_reference_has_every_key():
 def test_the_configurations_of_the_package_are_those_of_the_repository():
     assert yaml.safe_load((CONFIGS / "embedded_async.yaml").read_text())["grpo"]["max_num_steps"] == 48
     assert (CONFIGS / "nemo_rl" / "async_gym_image.yaml").is_file()
+
+
+def test_time_left_is_said_in_words(tmp_path):
+    from rich.console import Console
+
+    from nemo_rl_ext.grpo.run_log import RunLog, duration
+
+    assert [duration(seconds) for seconds in (0.4, 89, 91, 3600, 7500)] == [
+        "0 s", "89 s", "2 min", "60 min", "2 h 05 min",
+    ]  # fmt: skip
+    console = Console(record=True, width=200, quiet=False)
+    log = RunLog(tmp_path, resume_from=None, tensorboard=False, console=console)
+    log.show(8, 10, {"timing/step_s": 3.0})
+    log.show(10, 10, {"timing/step_s": 3.0})
+    first, last = console.export_text().splitlines()
+    assert "3.0 s, 6 s left" in first and "left" not in last
+
+
+def test_a_resumed_run_does_not_report_first_occurrences_again(tmp_path):
+    from nemo_rl_ext.align.verdict import Reason
+    from nemo_rl_ext.grpo.run_log import RunLog
+    from nemo_rl_ext.rollout.metrics import AlignmentMetrics
+
+    log = RunLog(tmp_path, resume_from=None, tensorboard=False)
+    metrics = AlignmentMetrics(reported=log.reported_reasons())
+    metrics.add_row([], extra_reasons={Reason.GENERATION_FAILED: "row a"}, row_id="a")
+    for occurrence in metrics.new_occurrences():
+        log.occurrence(1, occurrence)
+    resumed = RunLog(tmp_path, resume_from=1, tensorboard=False)
+    metrics = AlignmentMetrics(reported=resumed.reported_reasons())
+    metrics.add_row([], extra_reasons={Reason.GENERATION_FAILED: "row b"}, row_id="b")
+    metrics.add_row([], extra_reasons={Reason.WORKER_DIED: "row c"}, row_id="c")
+    assert [occurrence.reason for occurrence in metrics.new_occurrences()] == [Reason.WORKER_DIED]
+    assert metrics.flush()["alignment/reason/generation_failed"] == 1, "it still counts"
+    before = RunLog(tmp_path, resume_from=0, tensorboard=False)
+    assert before.reported_reasons() == set(), "what the checkpoint does not know is forgotten"
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 5000 + "]" * 5000, "\n".join(" " * i + "a:" for i in range(3000))]
+)
+def test_a_deeply_nested_file_is_one_sentence(tmp_path, command, text):
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    done = command("grpo", "--config", path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "deep.yaml: blocks or lists are nested too deeply" in done.stderr
+    done = command("grpo", "a=" + "[" * 5000)
+    assert done.returncode == 2 and len(done.stderr) < 400
