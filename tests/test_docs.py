@@ -2,8 +2,10 @@
 """What the pages name exists: links, files, commands with their options, make targets, configuration keys."""
 
 import ast
+import glob
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,39 @@ def test_code_blocks_are_whole(page, text):
         ast.parse(body)
     for body in blocks(text[page], "yaml"):
         yaml.safe_load(body)
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch, tiny_checkpoint, text):
+    """The directory of a reader who has followed the page on manifests, with a checkpoint beside."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(blocks(text["docs/manifest.md"], "jsonl")[0])
+    exec(compile(blocks(text["docs/manifest.md"], "python")[0], "manifest.md", "exec"), {})
+    Path("rows.jsonl").rename("manifest.jsonl")
+    Path("data").mkdir()
+    Path("data/rows.jsonl").write_text('{"text": "nothing in here"}\n')
+    shutil.copytree(tiny_checkpoint, "CHECKPOINT")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ["docs/prevention.md", "docs/guards.md"])
+def test_the_commands_of_a_page_run(page, reader, text, command):
+    lines = [line for body in blocks(text[page], "sh") for line in body.splitlines() if line]
+    assert lines
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        arguments = [
+            name for word in arguments for name in (sorted(glob.glob(word)) if "*" in word else [word])
+        ]
+        done = command(*arguments)
+        assert program == "nemo-rl-ext" and done.returncode == 0, (line, done.stdout, done.stderr)
+
+
+def test_the_run_with_a_reward_function_would_start(reader, text, command):
+    Path("rewards.py").write_text(blocks(text["docs/rewards.md"], "python")[0])
+    (line,) = blocks(text["docs/rewards.md"], "bash")
+    _, *arguments = shlex.split(line)
+    inputs = ["policy.model_name=CHECKPOINT", "policy.build_tiny_checkpoint=false", "data.validation=null"]
+    inputs += ["data.train.data_path=manifest.jsonl", "data.build_demo_manifest=false"]
+    done = command(*arguments, *inputs, "--dry-run")
+    assert "nothing was started" in done.stdout, done.stderr
