@@ -34,6 +34,11 @@ class Rollout:
         """Why the rollout is masked or repaired."""
         return (*(reason for turn in self.aligned for reason in turn.report.reasons()), *self.extra_reasons)
 
+    @property
+    def has_video(self) -> bool:
+        """Whether any turn brings a clip."""
+        return any(item.kind == "video" for turn in self.aligned for item in turn.report.media)
+
 
 @dataclass(kw_only=True)
 class PromptGroup:

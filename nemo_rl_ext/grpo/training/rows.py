@@ -31,6 +31,7 @@ class TrainingRow(PolicyRow):
     advantage: float = 0.0
     masked: bool = False
     repaired: bool = False
+    has_video: bool = False
     versions: frozenset[int] = frozenset()
     generation: int = 0
     rollout: int = 0
@@ -54,6 +55,7 @@ def training_rows(
                     advantage=advantage,
                     masked=rollout.masked,
                     repaired=number in rollout.repaired_segments,
+                    has_video=rollout.has_video,
                     generation=generation,
                     rollout=rollout_number,
                     where=group.row.where,

@@ -130,9 +130,7 @@ def _measure_gaps(
                 gap = (ours[: len(sampled)] - row.engine_logprobs[1:])[sampled].abs()
                 metrics.add_gap(
                     repaired=row.repaired,
-                    video=any(
-                        "video" in key or key == "num_frames" for values in row.media for key in values
-                    ),
+                    video=row.has_video,
                     mean=gap.mean().item(),
                     maximum=gap.max().item(),
                     num_tokens=len(gap),
