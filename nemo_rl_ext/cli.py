@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from nemo_rl_ext import cpu_wheels
 from nemo_rl_ext.versions import installed
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ def _common_options(
 
 def main() -> None:
     """Entry point of ``nemo-rl-ext``."""
+    cpu_wheels.activate()
     options = CommonOptions()
     try:
         build_app()(hoisted(sys.argv[1:]), obj=options)

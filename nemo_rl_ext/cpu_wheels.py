@@ -13,7 +13,8 @@ the real library was tried and failed, and only beside a CPU-only torch: on a ma
 CUDA one, this module changes nothing.
 
 ``install()`` writes a one-line ``.pth`` file into the environment (``make setup`` calls it), so that every
-interpreter there, Ray workers included, calls ``activate()`` at start. That is why only ``sys`` is imported.
+interpreter there, Ray workers included, calls ``activate()`` at start. That is why only ``sys`` is imported. Where the
+package came as a wheel, the command and the actors that import vLLM or transformers call ``activate()`` themselves.
 """
 
 import sys

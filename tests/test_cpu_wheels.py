@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,3 +97,26 @@ def test_installed_line_is_silent_when_the_package_is_gone(tmp_path):
     # -S and -I: an interpreter that sees nothing but the standard library.
     done = run(f"import site; site.addsitedir({str(tmp_path)!r}); print('started')", "-S", "-I")
     assert (done.stdout.strip(), done.stderr) == ("started", "")
+
+
+def test_without_the_line_in_the_environment_the_command_and_the_actors_cure_it_themselves():
+    """As where the package came as a wheel: `-S` runs no .pth file."""
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path += {[path for path in sys.path if path]!r}
+        cured = lambda: any(type(finder).__name__ == "_CuringFinder" for finder in sys.meta_path)
+        assert not cured()
+        from nemo_rl_ext import cli
+        sys.argv = ["nemo-rl-ext", "--version"]
+        try:
+            cli.main()
+        except SystemExit:
+            pass
+        assert cured()
+        sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "_CuringFinder"]
+        from nemo_rl_ext.grpo.engine.actor import EngineActor
+        from nemo_rl_ext.grpo.engine.config import EngineConfig
+        EngineActor(EngineConfig(model="nowhere"))
+        assert cured()
+    """)
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, capture_output=True)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_rl_ext import cpu_wheels
 from nemo_rl_ext.align import compiled
 from nemo_rl_ext.align.families.family import Layout, MediaTensors
 from nemo_rl_ext.align.families.registry import family_of
@@ -72,6 +73,7 @@ class RolloutAligner:
     """Decodes, resizes and verifies; holds its processor and tokenizer from start-up."""
 
     def __init__(self, config: AlignerConfig) -> None:
+        cpu_wheels.activate()
         self.config = config
         self.family = family_of(config.model_dir, layout=config.layout, dtype=config.dtype)
         cache = RenderCache(self.family, config.cache_bytes)

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_ext import cpu_wheels
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.engine.requests import EngineError, GenerationRequest, GenerationResult
 
@@ -64,6 +65,7 @@ class EngineActor:
     """A vLLM engine behind plain, thread-safe calls. `start_engine` makes a Ray actor of it."""
 
     def __init__(self, config: EngineConfig) -> None:
+        cpu_wheels.activate()
         self._config = config
         self._inbox: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._lock = threading.Lock()
