@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.manifest.scoring import require_answers
 from nemo_rl_ext.manifest.verify import verify_media
 from nemo_rl_ext.media.policy import MediaPolicy
+from nemo_rl_ext.media.sources import reference_kind
 from nemo_rl_ext.models.checkpoint import build_tiny_checkpoint, require_checkpoint
 from nemo_rl_ext.receipts.store import ReceiptStore
 from nemo_rl_ext.rollout.broker import end_brokers, start_brokers
@@ -93,6 +95,8 @@ def prepare(config: Config) -> Inputs:
     validation = None
     if config.data.validation is not None:
         validation = load_manifest(config.data.validation.data_path, policy=policy)
+    if validation is not None:
+        _require_one_base(train, validation)
     if config.env.reward_function is None:
         for manifest in filter(None, (train, validation)):
             require_answers(manifest, own_score=not config.env.should_use_nemo_gym)
@@ -113,6 +117,25 @@ def prepare(config: Config) -> Inputs:
         counted(0 if validation is None else len(validation), "row"),
     )
     return Inputs(train=train, validation=validation, media_policy=policy, reward=reward)
+
+
+def _require_one_base(train: Manifest, validation: Manifest) -> None:
+    """Refuse held-out media that would be looked up beside the training manifest, where they are not.
+
+    Raises:
+        ValueError: naming both directories and the first such row.
+    """
+    if train.base_dir.resolve() == validation.base_dir.resolve():
+        return
+    for row in validation:
+        for media in row.media_refs():
+            local = reference_kind(media.ref, where=row.where) == "local"
+            if local and not media.ref[:5].lower() == "file:" and not Path(media.ref).is_absolute():
+                raise ValueError(
+                    f"data.validation.data_path: {row.where} names {media.ref!r}, and relative media are looked up in "
+                    f"{train.base_dir}, the directory of data.train.data_path; put both manifests into one directory, "
+                    "or give absolute paths and name their directories in data.media_roots"
+                )
 
 
 def _build_demo(config: Config) -> None:

@@ -222,3 +222,31 @@ def test_a_deeply_nested_file_is_one_sentence(tmp_path, command, text):
     assert "deep.yaml: blocks or lists are nested too deeply" in done.stderr
     done = command("grpo", "a=" + "[" * 5000)
     assert done.returncode == 2 and len(done.stderr) < 400
+
+
+def test_held_out_media_beside_another_manifest_are_refused(command, settings, tmp_path):
+    """They would be looked up beside the training manifest, found nowhere, and every such answer counted as wrong."""
+    from PIL import Image
+
+    held_out = tmp_path / "held_out"
+    held_out.mkdir()
+    Image.new("RGB", (64, 64)).save(held_out / "a.png")
+    path = held_out / "validation.jsonl"
+
+    def write(url):
+        content = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+        row = {"responses_create_params": {"input": [{"role": "user", "content": content}]}}
+        path.write_text(json.dumps({"id": "v", **row, "verifier_metadata": {"answer": "l"}}) + "\n")
+
+    settings = [name for name in settings if not name.startswith("data.validation")]
+    settings.append(f"data.validation.data_path={path}")
+    write("a.png")
+    done = command("grpo", "--dry-run", *settings)
+    assert done.returncode == 2
+    assert (
+        "validation.jsonl:1 names 'a.png'" in done.stderr
+        and "put both manifests into one directory" in done.stderr
+    )
+    write(str(held_out / "a.png"))
+    done = command("grpo", "--dry-run", *settings, f"data.media_roots=[{tmp_path}]")
+    assert done.returncode == 0, done.stderr
