@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -91,10 +92,19 @@ def waits_for_group() -> tuple[int, int] | None:
     """(rank, world size) that some thread gave to `init_process_group` and waits with; -1 where it gave none."""
     for top in sys._current_frames().values():
         for frame in _outwards(top):
-            if frame.f_code.co_name == "init_process_group" and _C10D in frame.f_code.co_filename:
+            if _starts_group(frame):
                 given = frame.f_locals
                 return int(given.get("rank", -1)), int(given.get("world_size", -1))
     return None
+
+
+def left_group_start(error: BaseException) -> bool:
+    """Whether the error came out of `init_process_group`."""
+    return any(_starts_group(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _starts_group(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "init_process_group" and _C10D in frame.f_code.co_filename
 
 
 def _waits(stack: list[FrameType]) -> bool:

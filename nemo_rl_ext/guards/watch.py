@@ -26,7 +26,7 @@ from nemo_rl_ext.guards.claims import (
     job_of_environment,
     now,
 )
-from nemo_rl_ext.guards.inflight import Home, InFlight, in_flight, waits_for_group
+from nemo_rl_ext.guards.inflight import Home, InFlight, in_flight, left_group_start, waits_for_group
 from nemo_rl_ext.guards.neighbours import Neighbours, started_at
 
 _POLL_SECONDS, _POLL_SECONDS_BEFORE_GROUP = 0.25, 0.05
@@ -136,8 +136,10 @@ class Watch(threading.Thread):
     def _report(self, error: BaseException, held_up_at: str) -> Claim | None:
         """Report this rank's error as the job's, unless another rank failed before: that rank then."""
         line, text = lastwords.describe(error)
-        lost_peer = bool(_LOST_PEER.search(line)) and self._joined() > 1
-        if lost_peer and (culprit := self._lost_peer()) is not None:
+        # Peers that end while the group is being made break its connections too: the store may be theirs.
+        forming = left_group_start(error)
+        lost_peer = bool(_LOST_PEER.search(line)) and (forming or self._joined() > 1)
+        if lost_peer and (culprit := self._lost_peer(forming=forming)) is not None:
             return culprit
         own = Claim.of_this_process(
             rank=(rank := self._rank_now()),
@@ -203,14 +205,14 @@ class Watch(threading.Thread):
             self._rank = rank
         return world_size != 1 and not (world_size == -1 and os.environ.get("WORLD_SIZE") == "1")
 
-    def _lost_peer(self) -> Claim | None:
+    def _lost_peer(self, *, forming: bool) -> Claim | None:
         """Whose end broke a connection of this rank: it takes a moment until it is known."""
         deadline = time.monotonic() + _PEERS_SECONDS
         while time.monotonic() < deadline:
             if (claim := self._failed_peer()) is not None:
                 return claim
             # A peer that found the culprit without a store left a note before it ended itself.
-            if notes := [note for note in self._notes.read() if note.joined]:
+            if notes := [note for note in self._notes.read() if note.joined or forming]:
                 return notes[0]
             if self._neighbours is not None and (gone := self._neighbours.gone()):
                 found = self._claim_for(gone[0].rank, gone[0].pid, gone[0].how)

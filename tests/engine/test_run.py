@@ -184,6 +184,7 @@ def test_a_file_that_breaks_after_the_start_is_a_named_masked_group(configure, i
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = configure(
         f"data.train.data_path={manifest}",
+        "data.validation=null",
         "data.verify_media=false",
         "grpo.max_num_steps=1",
         "checkpointing.enabled=false",

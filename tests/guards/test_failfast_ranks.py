@@ -237,6 +237,24 @@ def test_a_launcher_that_tries_again_is_not_ended_by_its_attempt_before():
     assert "[1, 1, 1, 1]\n" in text and text.endswith("[0, 0, 0, 0]\n"), text
 
 
+def test_a_store_that_goes_while_the_group_is_made_names_who_failed_before():
+    """Rank 0 leaves because of rank 2, and its store with it: rank 1 loses a connection, and is no culprit."""
+    text = job("""
+        def lost(*args, **kwargs):
+            raise dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")
+
+        def body(rank, port, attempt):
+            if rank == 2: raise ValueError("a row that this rank cannot process")
+            if rank == 1:
+                time.sleep(0.2)  # within the half second in which the failed one stays
+                dist.distributed_c10d._new_process_group_helper = lost  # what gloo says when the store is gone
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=4)
+    """)
+    assert text.count("fatal error on") == 1, text
+    assert re.search(r" exits because .*Process-3.* failed: ValueError: a row that", text), text
+    assert "[0, 1, 1, 0]" in text, text
+
+
 def test_guarded_processes_of_one_launcher_that_are_no_ranks_do_not_end_each_other():
     text = job("""
         def body(rank, port, attempt):
