@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from nemo_rl_ext.align.verdict import MediaKind
 from nemo_rl_ext.media.identity import file_digest, pixel_digest
 from nemo_rl_ext.media.images import image_size, load_image
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.media.sources import read_media_bytes
+from nemo_rl_ext.media.sources import open_local, read_media_bytes, read_opened, reference_kind
+from nemo_rl_ext.media.unchanged_files import UnchangedFiles
 from nemo_rl_ext.media.video import Backend, DecodedVideo, load_frame_list, load_video
 
 
@@ -69,6 +70,10 @@ class MediaReader:
     num_frames: int
     frames_per_tubelet: int
     backend: Backend
+    _unchanged: UnchangedFiles[MediaFacts] = field(
+        default_factory=UnchangedFiles, init=False, compare=False, repr=False
+    )
+    """Of images: the generations of a prompt bring the same files again and again."""
 
     def decode(self, source: MediaSource, *, identify: bool = False) -> tuple[MediaFacts, np.ndarray]:
         """Facts and pixels: uint8 RGB [height, width, 3], or [frames, height, width, 3] of a video.
@@ -106,11 +111,29 @@ class MediaReader:
             if source.kind == "video":
                 facts, frames = self.decode(source)
                 return self.item(source, facts, frames)
-            data = read_media_bytes(source.ref, self.policy, self.base_dir, where=source.where)
-            size = image_size(data, self.policy, where=_place(source))
+            facts = self._image_facts(source)
         except (ValueError, OSError) as error:
             return MediaItem(kind=source.kind, size=(1, 1), source=source.name, error=str(error))
-        return self.item(source, MediaFacts(kind="image", size=size, content_hash=file_digest(data)))
+        return self.item(source, facts)
+
+    def _image_facts(self, source: MediaSource) -> MediaFacts:
+        if reference_kind(source.ref, where=source.where) != "local":
+            return self._facts_of(
+                read_media_bytes(source.ref, self.policy, self.base_dir, where=source.where), source
+            )
+        with open_local(source.ref, self.policy, self.base_dir, where=source.where) as handle:
+            state = self._unchanged.state(handle)
+            facts = self._unchanged.get(state)
+            if facts is None:
+                facts = self._facts_of(
+                    read_opened(handle, source.ref, self.policy, where=source.where), source
+                )
+                self._unchanged.keep(state, facts)
+            return facts
+
+    def _facts_of(self, data: bytes, source: MediaSource) -> MediaFacts:
+        size = image_size(data, self.policy, where=_place(source))
+        return MediaFacts(kind="image", size=size, content_hash=file_digest(data))
 
     def item(self, source: MediaSource, facts: MediaFacts, pixels: np.ndarray | None = None) -> MediaItem:
         """An item that decodes on demand, or serves `pixels` that were decoded already."""

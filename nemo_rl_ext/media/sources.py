@@ -42,10 +42,15 @@ def read_media_bytes(
             raise refused(ref, where, "remote media are not allowed", "download it or set allow_remote")
         return fetch(ref, policy, where=where)
     with open_local(ref, policy, base_dir, where=where) as handle:
-        try:
-            data = handle.read(policy.max_bytes + 1)
-        except OSError as error:
-            raise _unreadable(ref, where, error) from None
+        return read_opened(handle, ref, policy, where=where)
+
+
+def read_opened(handle: BinaryIO, ref: str, policy: MediaPolicy, *, where: str = "") -> bytes:
+    """All of what `open_local` opened. Raises as `read_media_bytes`."""
+    try:
+        data = handle.read(policy.max_bytes + 1)
+    except OSError as error:
+        raise _unreadable(ref, where, error) from None
     check_num_bytes(len(data), ref, policy, where)
     return data
 

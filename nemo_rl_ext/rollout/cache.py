@@ -26,6 +26,7 @@ class RenderCache:
 
     def __init__(self, family: MediaFamily, max_bytes: int) -> None:
         self.family = family
+        self.max_bytes = max_bytes
         self.hits = self.misses = 0
         self._entries: RRCache[Hashable, torch.Tensor | MediaTensors] = RRCache(
             max_bytes, choice=random.Random(0).choice, getsizeof=_num_bytes

@@ -6,6 +6,8 @@ import io
 import os
 import pickle
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.rollout.aligner import AlignerConfig, RolloutAligner
 from nemo_rl_ext.rollout.fitting import TurnRequest
+from nemo_rl_ext.rollout.sharing import ShapesJoined
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +82,8 @@ def test_a_group_over_two_aligners_is_one_render_for_each_item_and_equal_bytes(p
     turns = [future.result()[0] for future in futures]
     assert not turns[0].report.neutral, str(turns[0].report)
     after = counts(brokers)
-    assert after["made"] - before["made"] == 2 and after["shared"] - before["shared"] == 22
+    assert after["made"] - before["made"] == 2
+    assert after["shared"] - before["shared"] <= 2, "an aligner asks once for what it had lately"
     assert [turn.report.row_id for turn in turns] == [f"r{n}" for n in range(12)]
     expected = in_process(config, ["0.png", "1.png"])
     for turn in turns:
@@ -88,6 +92,24 @@ def test_a_group_over_two_aligners_is_one_render_for_each_item_and_equal_bytes(p
         assert torch.equal(values["image_grid_hw"], expected["image_grid_hw"])
         assert len(pickle.dumps(turn.report)) < 4096
     assert len({turn.tensors.values["pixel_values"] for turn in turns}) == 1, "one object to a batch"
+
+
+def test_joining_what_is_stored_loads_nothing_of_torchs_compiler():
+    """torch's own `cat` of shapes loads 800 modules, in every aligner, at the first repair of two media."""
+    script = (
+        "import sys, torch\n"
+        "from nemo_rl_ext.rollout.sharing import ShapesJoined\n"
+        "with ShapesJoined():\n"
+        "    joined = torch.cat([torch.empty(2, 3, device='meta'), torch.empty(4, 3, device='meta')])\n"
+        "assert joined.shape == (6, 3) and joined.is_meta and 'sympy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shapes_that_do_not_fit_are_joined_no_better_than_by_torch():
+    with ShapesJoined(), pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([torch.empty(2, 3, device="meta"), torch.empty(2, 4, device="meta")])
 
 
 def test_what_stands_in_for_a_tensor_answers_like_it(pool, config):
