@@ -78,6 +78,10 @@ class MediaBroker:
         """The one who had to make it could not; the next who asks may try."""
         self._settle(identity, None)
 
+    async def forget(self, identity: str) -> None:
+        """What was made under this name is lost: the next who asks makes it anew."""
+        self._values.pop(identity, None)
+
     def _settle(self, identity: str, outcome: Any) -> None:
         delivered, _ = self._makers.pop(identity, (None, None))
         if delivered is not None and not delivered.done():
@@ -180,6 +184,13 @@ def broker_handle(name: str = BROKER) -> Any:
         return ray.get_actor(name) if ray.is_initialized() else None
     except ValueError:
         return None
+
+
+def report_lost(identity: str) -> None:
+    """Tell the broker, where there is one, that nobody else should be given what is lost."""
+    handle = broker_handle()
+    if handle is not None:
+        handle.forget.remote(identity)
 
 
 def made_once(identity: str, num_bytes: Callable[[Value], int], make: Callable[[], Value]) -> Value:

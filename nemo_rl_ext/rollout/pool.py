@@ -113,6 +113,11 @@ class AlignerPool:
         )
         return places
 
+    @property
+    def num_idle(self) -> int:
+        """Actors that no call holds at this moment."""
+        return self._idle.qsize()
+
     def submit_static(self, turns: Sequence[tuple[MediaSource, ...]]) -> Future[list[StaticTurn]]:
         """Static tensors of several turns, in the background."""
         return self._threads.submit(self._static, list(turns))

@@ -6,14 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 import torch
-from cachetools import LRUCache, RRCache
+from cachetools import LRUCache, TTLCache
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_ext.align.families.family import MediaFamily, MediaTensors
@@ -25,6 +24,9 @@ from nemo_rl_ext.rollout.cache import RenderCache
 from nemo_rl_ext.rollout.stored import Blob, StoredTensor, as_array
 
 NUM_DIGESTS = 65536
+
+KEPT_S = 60.0
+"""How long an aligner takes what the broker said of an item as still so: what was lost since then is made anew."""
 
 
 class Renders(Protocol):
@@ -106,8 +108,8 @@ class SharedRender:
         self._digests: LRUCache[str, str] = LRUCache(NUM_DIGESTS)
         # What this aligner had from the broker lately: a generation that asks again costs no call. Bounded as the cache
         # of rendered tensors is, which stays empty where media are shared.
-        self._had: RRCache[str, Blob] = RRCache(
-            cache.max_bytes, choice=random.Random(0).choice, getsizeof=lambda blob: blob.num_bytes
+        self._had: TTLCache[str, Blob] = TTLCache(
+            cache.max_bytes, ttl=KEPT_S, getsizeof=lambda blob: blob.num_bytes
         )
 
     def remember(self, item: MediaItem, source: MediaSource) -> MediaItem:

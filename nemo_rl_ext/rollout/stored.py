@@ -21,6 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from nemo_rl_ext.rollout.broker import report_lost
 from nemo_rl_ext.rollout.losses import first_line, loss_of
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Blob:
             if loss_of(error) is None:
                 raise
             logger.warning("a stored medium is rendered again: %s", first_line(error))
+            report_lost(self.identity)
             made = self.remake()
             if made.dtype != self.dtype or tuple(made.shape) != self.shape:
                 raise ValueError(

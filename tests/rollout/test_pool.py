@@ -191,7 +191,7 @@ def test_whatever_ray_loses_the_work_is_done_and_the_pool_is_whole(pool, monkeyp
     monkeypatch.setattr(pool, "_wait", losing)
     (turn,) = pool.submit_align([request(pool.family, (165,), ["a.png"], "r1")]).result(timeout=120)
     assert turn.report.repaired and not turn.report.neutral and not errors
-    assert pool._idle.qsize() == 2 and len(set(pool.pids())) == 2
+    assert pool.num_idle == 2 and len(set(pool.pids())) == 2
 
 
 def test_more_aligners_than_cpus_are_refused_with_what_to_do(config, cluster):

@@ -134,7 +134,7 @@ def test_a_file_holds_the_pixels_and_each_once(pool, config):
     assert all(torch.equal(loaded, real) for loaded in torch.load(buffer, weights_only=False))
 
 
-def test_a_lost_object_is_rendered_again_where_it_is_missed(pool, config, caplog):
+def test_a_lost_object_is_rendered_again_where_it_is_missed(pool, brokers, config, caplog):
     import dataclasses
 
     import ray
@@ -157,8 +157,10 @@ def test_a_lost_object_is_rendered_again_where_it_is_missed(pool, config, caplog
     stored = turn.tensors.values["pixel_values"]
     (blob,) = stored.blobs
     stored = StoredTensor([dataclasses.replace(blob, ref=gone)], stored.shape)
+    kept = counts(brokers)["kept"]
     assert torch.equal(torch.cat([stored]), in_process(config, ["1.png"])["pixel_values"])
     assert "rendered again" in caplog.text
+    assert counts(brokers)["kept"] == kept - 1, "nobody else is given what is lost"
 
 
 @pytest.mark.parametrize("victim", ["aligner", "broker"])
