@@ -123,7 +123,13 @@ def run_arm(
         history = WeightHistory(1)
         history.keep(version, run.policy)
         train_step(
-            run.policy, groups, sampling=run.sampling, **run.loss_options(), metrics=metrics, history=history
+            run.policy,
+            groups,
+            sampling=run.sampling,
+            objective=run.objective,
+            metrics=metrics,
+            history=history,
+            reference=run.reference,
         )
         flushed = metrics.flush()
         gaps += [
@@ -131,7 +137,8 @@ def run_arm(
             for name, value in flushed.items()
             if name in ("alignment/logprob_gap_matched_mean", "alignment/logprob_gap_repaired_mean")
         ]
-        rewards.append(float(np.mean([rollout.reward for group in groups for rollout in group.rollouts])))
+        scored = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
+        rewards.append(float(np.mean(scored)))
         version += 1
         run.engine.update_weights(run.policy.state_dict_for_engine(torch.float32), version, in_flight=False)
     result = {

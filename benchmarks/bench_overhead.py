@@ -108,7 +108,7 @@ def measured_step(run: Any, rows: Sequence[Any], *, enabled: bool, version: int)
             for rollout in group.rollouts:
                 watch.around(metrics.add_row)(rollout.aligned, masked=rollout.masked)
         train_step(
-            run.policy, groups, sampling=run.sampling, **run.loss_options(), metrics=metrics, history=None
+            run.policy, groups, sampling=run.sampling, objective=run.objective, metrics=metrics, history=None
         )
         run.push_weights(version + 1)
         step = Step(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, aligning=watch.total)

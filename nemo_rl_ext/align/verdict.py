@@ -72,6 +72,8 @@ class Reason(enum.Enum):
     DECODE_FAILED = "decode_failed"
     WORKER_DIED = "worker_died"
     GENERATION_FAILED = "generation_failed"
+    CONTEXT_OUTGROWN = "context_outgrown"
+    OVERLONG_FILTERED = "overlong_filtered"
 
     @property
     def advice(self) -> str:
@@ -79,8 +81,13 @@ class Reason(enum.Enum):
 
     @property
     def trains(self) -> bool:
-        """Whether a row with this reason alone trains, as its media were made again; all other reasons mask it."""
-        return self in (Reason.RESIZED, Reason.FRAMES_RESAMPLED, Reason.EARLIER_TURN_RESIZED)
+        """Whether a row with this reason alone trains: its media were made again, or it ended early."""
+        return self in (
+            Reason.RESIZED,
+            Reason.FRAMES_RESAMPLED,
+            Reason.EARLIER_TURN_RESIZED,
+            Reason.CONTEXT_OUTGROWN,
+        )
 
 
 _ADVICE = {
@@ -131,6 +138,9 @@ _ADVICE = {
     "grpo.media_alignment.prevent: false trains such rows on tensors that are made again",
     Reason.DECODE_FAILED: "replace or remove the file named above",
     Reason.GENERATION_FAILED: "fix or remove the row named above: nothing was sampled for it",
+    Reason.CONTEXT_OUTGROWN: "no action is needed: the turns before it train; if conversations are to end, give the "
+    "engine a larger max_model_len, or allow fewer turns or shorter answers; grpo.overlong_filtering masks such rows",
+    Reason.OVERLONG_FILTERED: "no action is needed: grpo.overlong_filtering masks rollouts that ran into a limit",
     Reason.WORKER_DIED: "look for the aligner's last log lines: the row ended it twice (out of memory, or a file "
     "that crashes the decoder)",
 }

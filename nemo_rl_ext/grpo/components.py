@@ -111,7 +111,7 @@ def sampling_of(config: Config, tokenizer: PreTrainedTokenizerBase, grammars: Se
 
 
 def alignment_options(config: Config) -> AlignmentOptions:
-    """What assembling a group needs of `grpo.media_alignment`."""
+    """What assembling a group needs of the configuration."""
     return AlignmentOptions(
         enabled=config.grpo.media_alignment.enabled,
         share_static=config.grpo.deduplicate_multimodal_data,
@@ -121,6 +121,7 @@ def alignment_options(config: Config) -> AlignmentOptions:
         else config.max_model_len,
         ordered=not config.env.should_use_nemo_gym,
         prevent=config.grpo.media_alignment.prevent,
+        overlong_filtering=config.grpo.overlong_filtering,
     )
 
 

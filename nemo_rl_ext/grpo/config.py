@@ -26,14 +26,18 @@ __all__ = ["Config", "ConfigError", "load_config"]
 class AsyncGRPOConfig(Block):
     """``grpo.async_grpo``: how far generation may run ahead of training."""
 
-    enabled: bool = Field(default=True, description="Generate while training; false alternates strictly.")
+    enabled: bool = Field(
+        default=False,
+        description="Generate while training, which needs loss_fn.use_importance_sampling_correction; false alternates "
+        "strictly.",
+    )
     max_trajectory_age_steps: int = Field(
         default=1,
         ge=1,
         description="Training steps by which a trajectory's weights may be older than the policy's.",
     )
     in_flight_weight_updates: bool = Field(
-        default=True,
+        default=False,
         description="Push new weights between the engine's requests without waiting for a group to finish.",
     )
 
@@ -50,7 +54,17 @@ class GRPOConfig(Block):
     max_num_steps: int = Field(default=80, ge=1, description="Training steps of the run.")
     max_rollout_turns: int = Field(default=2, ge=1, description="Assistant turns per rollout at most.")
     normalize_rewards: bool = Field(
-        default=True, description="Divide a group's centred rewards by their standard deviation."
+        default=True,
+        description="Divide advantages by the deviation of the rewards that their baseline is made of.",
+    )
+    use_leave_one_out_baseline: bool = Field(
+        default=True,
+        description="A rollout's baseline is the mean reward of the others of its group; false: of all.",
+    )
+    overlong_filtering: bool = Field(
+        default=False,
+        description="Mask rollouts with an answer that ran into max_new_tokens or the context, and conversations that "
+        "outgrew the context in a later turn.",
     )
     val_period: int = Field(
         default=20,
@@ -116,6 +130,11 @@ class PolicyConfig(Block):
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW.")
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are clipped to this norm.")
+    train_global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rollouts per update of the policy; null updates once per step, with all of them.",
+    )
     train_micro_batch_size: int = Field(
         default=8, ge=1, description="Rows per forward of the policy; does not change the gradient."
     )
@@ -266,6 +285,7 @@ class Config(Block):
                 f"policy.generation.max_new_tokens ({self.policy.generation.max_new_tokens}) must be below "
                 f"policy.generation.vllm_cfg.max_model_len ({self.max_model_len}): a prompt needs room too"
             )
+        self._require_objective()
         if self.grpo.media_alignment.enabled and engine.video_pruning_rate > 0:
             raise ValueError(
                 "policy.generation.vllm_cfg.video_pruning_rate must be 0 while grpo.media_alignment.enabled, "
@@ -278,6 +298,25 @@ class Config(Block):
             }
         )
         return self
+
+    def _require_objective(self) -> None:
+        rollouts = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        per_update = self.policy.train_global_batch_size or rollouts
+        if rollouts % per_update:
+            raise ValueError(
+                f"policy.train_global_batch_size ({per_update}) must divide the {rollouts} rollouts of a step "
+                "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+            )
+        if self.loss_fn.force_on_policy_ratio and per_update != rollouts:
+            raise ValueError(
+                "loss_fn.force_on_policy_ratio needs one update per step: leave policy.train_global_batch_size null, "
+                f"found {per_update} of {rollouts} rollouts"
+            )
+        if self.grpo.async_grpo.enabled and not self.loss_fn.use_importance_sampling_correction:
+            raise ValueError(
+                "grpo.async_grpo.enabled needs loss_fn.use_importance_sampling_correction: true, as in NeMo-RL: "
+                "rollouts are sampled with older weights than those that train on them"
+            )
 
     @property
     def max_model_len(self) -> int:

@@ -128,9 +128,10 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
                     run.policy,
                     groups,
                     sampling=run.sampling,
-                    **run.loss_options(),
+                    objective=run.objective,
                     metrics=metrics,
                     history=history,
+                    reference=run.reference,
                 )
             except ValueError as error:
                 raise _explained(error, step, enabled=alignment.enabled) from error
@@ -148,8 +149,9 @@ def _train(run: Run, log: RunLog, directory: RunDirectory) -> dict[str, float]:
                 "train/weight_age": float(step - min(_versions(groups), default=step)),
                 "rollout/engine_restarts": float(run.engine.restarts),
                 "rollout/aligner_deaths": float(run.pool.deaths),
-                "timing/step_s": time.perf_counter() - started,
+                "timing/step_s": (step_s := time.perf_counter() - started),
                 "timing/wait_for_rollouts_s": waited,
+                "timing/tokens_per_s": sum(r.num_sampled for g in groups for r in g.rollouts) / step_s,
             }
             directory.step = done
             with directory.writing():
@@ -182,11 +184,17 @@ def _account(
                 row_id=rollout.row_id,
             )
             window.add(rollout.reasons, masked=rollout.masked)
-            if not rollout.masked:
+            if not rollout.masked and rollout.reward is not None:
                 rewards.append(rollout.reward)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    versions = [segment.weight_versions() for rollout in rollouts for segment in rollout.segments]
     return {
         "train/reward_mean": float(np.mean(rewards)) if rewards else 0.0,
-        "train/num_rollouts": float(sum(len(group.rollouts) for group in groups)),
+        "train/num_rollouts": float(len(rollouts)),
+        "train/groups_without_variance": float(np.mean([group.is_flat for group in groups])),
+        "train/mean_gen_tokens_per_sample": float(np.mean([rollout.num_sampled for rollout in rollouts])),
+        "train/truncation_rate": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "train/mixed_rows": float(np.mean([len(found) > 1 for found in versions])),
     }
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +41,8 @@ from nemo_rl_ext.grpo.keeper import keeper
 from nemo_rl_ext.grpo.raylet import raylet_watched
 from nemo_rl_ext.grpo.termination import handler_given_back, raise_on_sigterm
 from nemo_rl_ext.grpo.training.policy import Policy
+from nemo_rl_ext.grpo.training.trainer import Objective
+from nemo_rl_ext.grpo.training.weight_history import Weights, snapshot
 from nemo_rl_ext.manifest.demo import build_demo_manifest
 from nemo_rl_ext.manifest.loading import Manifest, load_manifest
 from nemo_rl_ext.manifest.prevention import require_prevention
@@ -163,6 +164,8 @@ class Run:
     pool: AlignerPool
     collector: Collector
     sampling: Sampling
+    reference: Weights | None
+    """The checkpoint's own weights, where the loss has a KL penalty."""
     train: Sequence[ManifestRow]
     validation: Sequence[ManifestRow]
 
@@ -178,13 +181,16 @@ class Run:
             seed=grpo.seed,
         )
 
-    def loss_options(self) -> dict[str, Any]:
+    @property
+    def objective(self) -> Objective:
         """What a training step takes of the configuration."""
-        return {
-            "loss": self.config.loss_fn,
-            "normalize_rewards": self.config.grpo.normalize_rewards,
-            "micro_batch_size": self.config.policy.train_micro_batch_size,
-        }
+        return Objective(
+            loss=self.config.loss_fn,
+            normalize_rewards=self.config.grpo.normalize_rewards,
+            use_leave_one_out_baseline=self.config.grpo.use_leave_one_out_baseline,
+            rollouts_per_update=self.config.policy.train_global_batch_size,
+            micro_batch_size=self.config.policy.train_micro_batch_size,
+        )
 
     def push_weights(self, version: int) -> None:
         """Give the engine the policy's weights as version `version`."""
@@ -291,6 +297,7 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
         pool=pool,
         collector=collector,
         sampling=sampling,
+        reference=snapshot(policy) if config.loss_fn.reference_policy_kl_penalty else None,
         train=inputs.train,
         validation=validation,
     )
@@ -346,4 +353,5 @@ def _player(
             base_dir=inputs.train.base_dir,
             max_turns=max_turns,
             receipts=store,
+            samples=completions.samples,
         )

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,38 +42,48 @@ def rollout_key(
     return digest.hexdigest()
 
 
-class ReceiptStore:
-    """Keeps receipts by key, the newest `capacity` of them. Thread-safe.
+T = TypeVar("T")
 
-    Two requests that share a key have equal ids and equal log-probs. Where their media were processed differently all
-    the same, the key says nothing and gives no receipt.
+
+class SampleStore(Generic[T]):
+    """Keeps something about samples by key, the newest `capacity` of them. Thread-safe.
+
+    Two samples that share a key have equal ids and equal log-probs. Where what is kept of them differs all the same,
+    the key says nothing and gives nothing.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._receipts: OrderedDict[str, Receipt | None] = OrderedDict()
+        self._kept: OrderedDict[str, T | None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, keys: Sequence[str], receipt: Receipt) -> None:
-        """Keep a request's receipt under the keys of its samples."""
+    def put(self, keys: Sequence[str], value: T) -> None:
+        """Keep one thing under the keys of some samples."""
         with self._lock:
             for key in keys:
-                known = self._receipts.pop(key, receipt)
-                agrees = known is not None and _facts(known) == _facts(receipt)
-                self._receipts[key] = receipt if agrees else None
-            while len(self._receipts) > self._capacity:
-                self._receipts.popitem(last=False)
+                known = self._kept.pop(key, value)
+                agrees = known is not None and self.facts(known) == self.facts(value)
+                self._kept[key] = value if agrees else None
+            while len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
 
-    def get(self, keys: Sequence[str]) -> list[Receipt | None]:
-        """The receipt of each key; None where none is known. They stay, for whoever asks again after a retry."""
+    def get(self, keys: Sequence[str]) -> list[T | None]:
+        """What is kept of each key; None where nothing is known. It stays, for whoever asks again after a retry."""
         with self._lock:
-            return [self._receipts.get(key) for key in keys]
+            return [self._kept.get(key) for key in keys]
+
+    def facts(self, value: T) -> Any:
+        """What must agree between two samples of one key."""
+        return value
 
 
-def _facts(receipt: Receipt) -> Any:
-    """What must agree between two requests of one key; whether an item came from the cache is history."""
-    items = tuple(msgspec.structs.replace(item, cached=False) for item in receipt.items)
-    return msgspec.structs.replace(receipt, items=items)
+class ReceiptStore(SampleStore[Receipt]):
+    """The receipts of requests, by the keys of their samples."""
+
+    def facts(self, value: Receipt) -> Any:
+        """All but whether an item came from the cache, which is history."""
+        items = tuple(msgspec.structs.replace(item, cached=False) for item in value.items)
+        return msgspec.structs.replace(value, items=items)
 
 
 def actor_handle(*, create: bool = False) -> Any:

@@ -36,6 +36,8 @@ WHY = {
     Reason.DECODE_FAILED: "The file could not be decoded.",
     Reason.WORKER_DIED: "The aligner process died twice over this row.",
     Reason.GENERATION_FAILED: "The engine refused this row: nothing was sampled for it.",
+    Reason.CONTEXT_OUTGROWN: "A later turn of the conversation no longer fitted the engine's context; it ended there.",
+    Reason.OVERLONG_FILTERED: "An answer or the conversation ran into its limit, and the run masks those.",
 }
 """What happened, one sentence per reason; `Reason.advice` says what to do about it."""
 

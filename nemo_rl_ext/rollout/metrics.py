@@ -33,8 +33,15 @@ class MaskedWindow:
         self._rows: deque[tuple[Reason, ...]] = deque(maxlen=size)
 
     def add(self, reasons: Sequence[Reason], *, masked: bool) -> None:
-        """Count one row. Raises `MaskedFractionError` with a diagnosis when the share passes the limit."""
-        self._rows.append(tuple(reasons) if masked else ())
+        """Count one row; one that is masked by `grpo.overlong_filtering` alone is the user's choice and no fault.
+
+        Raises `MaskedFractionError` with a diagnosis when the share passes the limit.
+        """
+        chosen = Reason.OVERLONG_FILTERED in reasons
+        blamed = [reason for reason in reasons if reason is not Reason.OVERLONG_FILTERED]
+        if chosen and all(reason.trains for reason in blamed):
+            masked = False
+        self._rows.append(tuple(blamed) if masked else ())
         masked_rows = [row for row in self._rows if row]
         if len(self._rows) < self._size or len(masked_rows) <= self.max_fraction * len(self._rows):
             return
@@ -127,7 +134,7 @@ class AlignmentMetrics:
                 media=(),
                 expected=(),
                 found=(),
-                neutral=reason is Reason.GENERATION_FAILED,
+                neutral=not reason.trains,
                 reason=reason,
                 detail=text,
             )
@@ -169,6 +176,10 @@ class AlignmentMetrics:
         for kind in ("repaired" if repaired else "matched", *(("video",) if video else ())):
             self._gaps[kind].append((mean, maximum, num_tokens))
 
+    def add_gap_candidates(self, num_tokens: int) -> None:
+        """Count sampled tokens whose gap was to be measured, whether it then could be or not."""
+        self._sums["gap_candidates"] += num_tokens
+
     def flush(self) -> dict[str, float]:
         """The step's metrics under `alignment/`; counting starts again from zero."""
         names = (
@@ -192,6 +203,9 @@ class AlignmentMetrics:
                     sum(mean * count for mean, _, count in gaps) / tokens
                 )
                 out[f"alignment/logprob_gap_{kind}_max"] = max(maximum for _, maximum, _ in gaps)
+        if wanted := self._sums["gap_candidates"]:
+            measured = sum(count for kind in ("matched", "repaired") for *_, count in self._gaps[kind])
+            out["alignment/logprob_gap_share"] = measured / wanted
         out |= {f"alignment/reason/{reason.value}": float(count) for reason, count in self._reasons.items()}
         self.turn_samples = self._turns.take()
         self._reset()

@@ -30,8 +30,9 @@ class EngineTurn:
 
     `prompt_token_ids` int [tokens] as the engine expanded them, `token_ids` int [sampled] and `logprobs` float
     [sampled] of the assistant's answer. `num_media` counts the media of the whole request, earlier turns included;
-    `receipt` is what the engine said of them, where it did. `weight_versions` are the versions of the weights that drew
-    the answer, more than one when an update came in between.
+    `receipt` is what the engine said of them, where it did. `weight_versions` are vLLM's spans of the answer,
+    `(version, start, end)`: tokens `[start, end)` were drawn with these weights; more than one when an update came in
+    between, an empty one where its extent is not known.
     """
 
     prompt_token_ids: np.ndarray
@@ -39,7 +40,7 @@ class EngineTurn:
     logprobs: np.ndarray
     num_media: int
     receipt: Receipt | None = None
-    weight_versions: tuple[int, ...] = (0,)
+    weight_versions: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Segment:
 
     def weight_versions(self) -> set[int]:
         """Versions of the weights that drew this sequence's samples."""
-        return {version for message in self.message_log for version in message.get("weight_versions", ())}
+        return {span[0] for message in self.message_log for span in message.get("weight_versions", ())}
 
 
 def to_segments(turns: Sequence[EngineTurn], grammars: Sequence[Grammar]) -> list[Segment]:

@@ -69,6 +69,8 @@ def test_a_run_repairs_over_budget_turns_and_resumes_where_it_stopped(configure)
         assert record["train/num_sequences"] >= 40
         assert record["train/weight_age"] <= 1
         assert record["alignment/logprob_gap_matched_max"] < 0.1
+        # Weights are pushed in mid-step; of an answer with an update in it the part before counts.
+        assert record["alignment/logprob_gap_share"] > 0.5
     assert sum(record["alignment/media_repaired"] for record in steps) > 0
     repaired = [
         r["alignment/logprob_gap_repaired_mean"] for r in steps if "alignment/logprob_gap_repaired_mean" in r

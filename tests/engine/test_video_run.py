@@ -125,7 +125,7 @@ def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_na
     first, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for record in (first, last):
         assert record["alignment/rows"] == 50
-        assert record["alignment/rows_masked"] == record["alignment/reason/generation_failed"] == 2
+        assert record["alignment/rows_masked"] == 0 and record["alignment/reason/context_outgrown"] == 2
         assert record["alignment/video_matched"] == 2 * num_clips > 0
         assert record["alignment/image_repaired"] > 0
         assert record["alignment/image_unalignable"] == record["alignment/video_unalignable"] == 0
@@ -135,7 +135,7 @@ def test_mixed_batches_train_with_every_modality_counted_and_the_overlong_row_na
     (occurrence,) = [
         json.loads(line)
         for line in (tmp_path / "run" / "offences.jsonl").read_text().splitlines()
-        if json.loads(line)["reason"] == "generation_failed"
+        if json.loads(line)["reason"] == "context_outgrown"
     ]
     assert "train-00060" in occurrence["story"] and "mixed.jsonl:25" in occurrence["story"]
     assert "maximum context length" in occurrence["story"]

@@ -29,7 +29,7 @@ Score = Callable[[Conversation], tuple[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentOptions:
-    """What the collector needs of `grpo.media_alignment`.
+    """What the collector needs of `grpo.media_alignment`, and whether truncated rollouts are masked.
 
     `max_model_len` is the budget that the images of a request share, None where they share none. `ordered` says that
     the run writes the engine's requests itself, so that the order of their media is certain; an agent may reorder them.
@@ -41,6 +41,7 @@ class AlignmentOptions:
     max_model_len: int | None
     ordered: bool
     prevent: bool = False
+    overlong_filtering: bool = False
 
 
 class GroupAssembly:
@@ -117,13 +118,20 @@ class GroupAssembly:
                 row_id=conversation.row.row_id,
                 segments=list(sequences),
                 text=text,
-                reward=0.0 if conversation.error else reward,
+                reward=None if conversation.error else reward,
+                truncated=conversation.truncated or bool(conversation.outgrown),
             )
+            where = f"row {rollout.row_id!r} ({conversation.row.where})"
             if conversation.error:
                 rollout.masked = True
-                rollout.extra_reasons[Reason.GENERATION_FAILED] = (
-                    f"row {rollout.row_id!r} ({conversation.row.where}): {conversation.error}"
+                rollout.extra_reasons[Reason.GENERATION_FAILED] = f"{where}: {conversation.error}"
+            if conversation.outgrown:
+                rollout.extra_reasons[Reason.CONTEXT_OUTGROWN] = (
+                    f"{where}, turn {len(conversation.turns)}: {conversation.outgrown}"
                 )
+            if rollout.truncated and self.options.overlong_filtering:
+                rollout.masked = True
+                rollout.extra_reasons[Reason.OVERLONG_FILTERED] = f"{where}: truncated"
             for segment in sequences:
                 for resize in segment.resizes:
                     rollout.extra_reasons[Reason.EARLIER_TURN_RESIZED] = f"row {rollout.row_id!r}: {resize}"

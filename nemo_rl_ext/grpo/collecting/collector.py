@@ -86,9 +86,10 @@ class Collector:
 
     def _score(self, conversation: Conversation) -> tuple[str, float]:
         text = self.player.answer(conversation)
-        return text, self.reward(
-            conversation.row, text
-        ) if conversation.reward is None else conversation.reward
+        if conversation.reward is not None:
+            return text, conversation.reward
+        # A conversation that ended early has no last answer to score.
+        return text, 0.0 if conversation.outgrown else self.reward(conversation.row, text)
 
     def images_of(self, row: ManifestRow) -> tuple[np.ndarray, ...]:
         """The decoded media of a row, uint8 RGB, in prompt order."""

@@ -15,7 +15,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,26 @@ import numpy as np
 from nemo_rl_ext.grpo.collecting.player import Sampling, request_seed
 from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
-from nemo_rl_ext.grpo.engine.requests import GenerationRequest, GenerationResult
+from nemo_rl_ext.grpo.engine.requests import GeneratedSequence, GenerationRequest, GenerationResult
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
-from nemo_rl_ext.receipts.store import ReceiptStore, rollout_key
+from nemo_rl_ext.receipts.store import ReceiptStore, SampleStore, rollout_key
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFacts:
+    """What the engine says of a sample beside its ids: why it ended, and vLLM's spans of weight versions."""
+
+    finish_reason: str
+    weight_versions: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, output: GeneratedSequence) -> SampleFacts:
+        return cls(finish_reason=output.finish_reason, weight_versions=output.weight_versions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,8 @@ class Completions:
     model_name: str
     receipts: ReceiptStore | None = None
     """Where the engine's receipts wait for whoever gets the rollout."""
+    samples: SampleStore[SampleFacts] = field(default_factory=SampleStore)
+    """Where what no agent hands on waits for them as well."""
 
     def create(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One completion.
@@ -74,9 +88,13 @@ class Completions:
         )
         (result,) = self.engine.generate([request])
         if result.error is not None:
-            raise ValueError(result.error)
+            # An agent of Gym ends its conversation at these words, where another error ends its rollout.
+            too_long = "the context length is exceeded: " if result.exceeds_context else ""
+            raise ValueError(f"{too_long}{result.error}")
+        keys = [rollout_key(result.prompt_token_ids, o.token_ids, o.logprobs) for o in result.outputs]
+        for key, output in zip(keys, result.outputs, strict=True):
+            self.samples.put([key], SampleFacts.of(output))
         if self.receipts is not None and result.receipt is not None:
-            keys = [rollout_key(result.prompt_token_ids, o.token_ids, o.logprobs) for o in result.outputs]
             self.receipts.put(keys, result.receipt)
         return self._completion(result)
 

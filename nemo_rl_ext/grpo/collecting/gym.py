@@ -36,7 +36,10 @@ class GymTurn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GymRollout:
-    """One row's rollout; `masked` ones keep their place in the group and have zero loss, `error` says why."""
+    """One row's rollout; `masked` ones keep their place in the group and have zero loss, `error` says why.
+
+    `outgrown` says that a later turn was not sampled, because its prompt no longer fits the engine's context.
+    """
 
     turns: tuple[GymTurn, ...] = ()
     text: str = ""
@@ -44,6 +47,7 @@ class GymRollout:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     masked: bool = False
     error: str | None = None
+    outgrown: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -105,9 +109,9 @@ def _run_row(
 
 
 def _rollout(result: Mapping[str, Any]) -> GymRollout:
-    turns, text = [], ""
+    turns, text, outgrown = [], "", ""
     for item in result["response"]["output"]:
-        if item.get("type") == "message" and item.get("role") == "assistant":
+        if _is_answer(item):
             text = _text(item.get("content"))
         # An empty answer is no turn for NeMo-RL either: nothing was sampled in it.
         if item.get("generation_token_ids"):
@@ -119,6 +123,9 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
             if len(turn.token_ids) != len(turn.logprobs):
                 raise ValueError(f"{len(turn.token_ids)} token ids and {len(turn.logprobs)} log-probs")
             turns.append(turn)
+        elif turns and _is_answer(item) and item.get("generation_token_ids") is None:
+            # What vllm_model makes of the engine's refusal of a prompt beyond its context.
+            outgrown = "the last answer carries no token ids: its prompt is longer than the engine's context"
     error = _failure(result)
     if not turns and error is None:
         # nothing was sampled, so nothing can be trained on; without ids vllm_model answers a prompt beyond the context
@@ -140,6 +147,7 @@ def _rollout(result: Mapping[str, Any]) -> GymRollout:
         reward_components=dict(result.get("reward_components") or {}),
         masked=error is not None or flagged,
         error=error,
+        outgrown=outgrown,
         result=result,
     )
 
@@ -153,6 +161,10 @@ def _failure(result: Mapping[str, Any]) -> str | None:
         return None
     reason = result.get("failure_reason") or result.get("_ng_failure_judge_error")
     return f"{failed}: {reason}" if reason else str(failed)
+
+
+def _is_answer(item: Mapping[str, Any]) -> bool:
+    return item.get("type") == "message" and item.get("role") == "assistant"
 
 
 def _text(content: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_ext.align.runs import find_all_runs
+from nemo_rl_ext.grpo.collecting.endpoint import SampleFacts
 from nemo_rl_ext.grpo.collecting.gym import GymRollout, collect_rollouts, inline_images
 from nemo_rl_ext.grpo.collecting.gym_servers import GymServers
 from nemo_rl_ext.grpo.collecting.player import Conversation, Sampling, request_seed
@@ -23,7 +24,7 @@ from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.media.reader import MediaSource
 from nemo_rl_ext.media.sources import read_media_bytes
 from nemo_rl_ext.receipts.receipt import Receipt
-from nemo_rl_ext.receipts.store import ReceiptStore, rollout_key
+from nemo_rl_ext.receipts.store import ReceiptStore, SampleStore, rollout_key
 from nemo_rl_ext.rollout.aligner import StaticTurn
 from nemo_rl_ext.rollout.gym_conversation import read_conversation
 from nemo_rl_ext.rollout.pool import AlignerPool
@@ -34,8 +35,8 @@ from nemo_rl_ext.rollout.segments import EngineTurn
 class GymPlayer:
     """As `player.Player`, with an agent of Gym at the other end.
 
-    Gym hands on ids and log-probs and no receipts: those wait in `receipts`, where the endpoint left them; None where
-    the placeholder runs alone are to be evidence.
+    Gym hands on ids and log-probs and nothing else of the engine's: receipts wait in `receipts`, where the endpoint
+    left them (None where the placeholder runs alone are to be evidence), the rest in `samples`.
     """
 
     servers: GymServers
@@ -45,6 +46,7 @@ class GymPlayer:
     media_policy: MediaPolicy
     base_dir: Path
     max_turns: int
+    samples: SampleStore[SampleFacts]
     receipts: ReceiptStore | None = None
 
     def play(
@@ -64,7 +66,6 @@ class GymPlayer:
             bodies,
             params={"temperature": sampling.temperature, "max_output_tokens": sampling.max_new_tokens},
         )
-        versions = tuple(range(before, self.engine.version + 1))
         played, source = [], iter(zip(bodies, rollouts, strict=True))
         for row, turns, future in zip(rows, media, futures, strict=True):
             static = future.result()
@@ -73,7 +74,7 @@ class GymPlayer:
                 conversation = Conversation(
                     row=row, media=turns, static=static, prompt=self.renderer.first(row)
                 )
-                self._record(conversation, *next(source), versions)
+                self._record(conversation, *next(source), before)
                 group.append(conversation)
             played.append(group)
         return played
@@ -88,7 +89,7 @@ class GymPlayer:
         return body
 
     def _record(
-        self, conversation: Conversation, body: dict[str, Any], rollout: GymRollout, versions: tuple[int, ...]
+        self, conversation: Conversation, body: dict[str, Any], rollout: GymRollout, before: int
     ) -> None:
         conversation.reward, conversation.text = rollout.reward, rollout.text
         conversation.error = rollout.error or (
@@ -97,12 +98,14 @@ class GymPlayer:
         if not rollout.turns:
             return
         conversation.media, conversation.static = self._shown(conversation, body, rollout)
-        receipts: list[Receipt | None] = [None] * len(rollout.turns)
+        conversation.outgrown = rollout.outgrown
+        keys = [rollout_key(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in rollout.turns]
+        receipts: list[Receipt | None] = [None] * len(keys)
         if self.receipts is not None:
-            receipts = self.receipts.get(
-                [rollout_key(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in rollout.turns]
-            )
-        for index, (turn, receipt) in enumerate(zip(rollout.turns, receipts, strict=True)):
+            receipts = self.receipts.get(keys)
+        samples = self.samples.get(keys)
+        for index, (turn, receipt, facts) in enumerate(zip(rollout.turns, receipts, samples, strict=True)):
+            conversation.truncated |= facts is not None and facts.finish_reason == "length"
             conversation.turns.append(
                 EngineTurn(
                     prompt_token_ids=turn.prompt_token_ids,
@@ -110,7 +113,8 @@ class GymPlayer:
                     logprobs=turn.logprobs,
                     num_media=sum(len(media) for media in conversation.media[: index + 1]),
                     receipt=receipt,
-                    weight_versions=versions,
+                    # Without the engine's word it was drawn with the weights before, or newer ones.
+                    weight_versions=((before, 0, 0),) if facts is None else facts.weight_versions,
                 )
             )
 

@@ -35,7 +35,11 @@ class Sampling:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """One generation of a row while it is played. `reward` is set where the player's own environment scores."""
+    """One generation of a row while it is played. `reward` is set where the player's own environment scores.
+
+    `error` says why nothing was sampled, `outgrown` why a later turn was not: its prompt no longer fits the context.
+    `truncated` says that an answer ran into its limit before its end.
+    """
 
     row: ManifestRow
     media: list[tuple[MediaSource, ...]]
@@ -43,6 +47,8 @@ class Conversation:
     prompt: np.ndarray
     turns: list[EngineTurn] = field(default_factory=list)
     error: str = ""
+    outgrown: str = ""
+    truncated: bool = False
     text: str = ""
     reward: float | None = None
 
@@ -100,7 +106,9 @@ class Player:
         batches: list[list[Conversation]] = []
         for group in played:
             alive = [
-                c for c in group if turn < len(c.media) and not c.error and not self._unreadable(c, turn)
+                c
+                for c in group
+                if turn < len(c.media) and not c.error and not c.outgrown and not self._unreadable(c, turn)
             ]
             batches += ([alive] if alive else []) if turn == 0 else [[c] for c in alive]
         requests = []
@@ -135,9 +143,13 @@ class Player:
 
     def _record(self, conversation: Conversation, result: GenerationResult, index: int) -> None:
         if result.error is not None:
-            conversation.error = result.error
+            if result.exceeds_context and conversation.turns:
+                conversation.outgrown = result.error
+            else:
+                conversation.error = result.error
             return
         output = result.outputs[index]
+        conversation.truncated |= output.finish_reason == "length"
         conversation.turns.append(
             EngineTurn(
                 prompt_token_ids=result.prompt_token_ids,
@@ -145,8 +157,8 @@ class Player:
                 logprobs=output.logprobs,
                 num_media=sum(len(turn) for turn in conversation.media[: len(conversation.turns) + 1]),
                 receipt=result.receipt if self.receipts else None,
-                weight_versions=tuple(sorted({version for version, *_ in output.weight_versions}))
-                or (result.weight_version_start,),
+                weight_versions=output.weight_versions
+                or ((result.weight_version_start, 0, len(output.token_ids)),),
             )
         )
 

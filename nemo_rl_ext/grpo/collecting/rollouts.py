@@ -18,13 +18,18 @@ from nemo_rl_ext.rollout.segments import Segment
 
 @dataclass(kw_only=True)
 class Rollout:
-    """One generation of a prompt. `segments` are its training sequences; a masked rollout has zero loss."""
+    """One generation of a prompt. `segments` are its training sequences; a masked rollout has zero loss.
+
+    `reward` is None where there was nothing to score. A `truncated` one has an answer that ran into a limit before its
+    end, or a conversation that outgrew the engine's context.
+    """
 
     row_id: str
     segments: list[Segment]
-    reward: float = 0.0
+    reward: float | None = None
     text: str = ""
     masked: bool = False
+    truncated: bool = False
     aligned: list[AlignedTurn] = field(default_factory=list)
     extra_reasons: dict[Reason, str] = field(default_factory=dict)
     repaired_segments: set[int] = field(default_factory=set)
@@ -33,6 +38,12 @@ class Rollout:
     def reasons(self) -> tuple[Reason, ...]:
         """Why the rollout is masked or repaired."""
         return (*(reason for turn in self.aligned for reason in turn.report.reasons()), *self.extra_reasons)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy drew, over all turns."""
+        messages = (message for segment in self.segments for message in segment.message_log)
+        return sum(len(message["token_ids"]) for message in messages if message["role"] == "assistant")
 
     @property
     def has_video(self) -> bool:
@@ -50,23 +61,28 @@ class PromptGroup:
 
     @property
     def is_flat(self) -> bool:
-        """Its rollouts have equal rewards, masked ones aside, so that it trains nothing."""
-        return len({rollout.reward for rollout in self.rollouts if not rollout.masked}) < 2
+        """Its rollouts have equal rewards, or all are masked, so that it trains nothing."""
+        rewards = {rollout.reward for rollout in self.rollouts if rollout.reward is not None}
+        return len(rewards) < 2 or all(rollout.masked for rollout in self.rollouts)
 
-    def advantages(self, *, normalize: bool) -> np.ndarray:
-        """Group-relative advantages float64 [rollouts]: centred rewards, divided by their deviation if asked.
+    def advantages(self, *, normalize: bool, leave_one_out: bool) -> np.ndarray:
+        """NeMo-RL's group-relative advantages, float64 `[rollouts]`: rewards less a baseline, by a deviation if asked.
 
-        Masked rollouts keep their place in the group but neither count in its statistics nor have an advantage.
-        The deviation gets 1e-4 added, as in reference GRPO implementations.
+        The baseline of a rollout is the mean reward of the others (of all without `leave_one_out`), the deviation that
+        of the same rewards, with Bessel's correction and 1e-6 added; where they are all equal nothing is divided.
+        Masked rollouts count here as in NeMo-RL: what they sampled is a sample of the policy. One without a reward does
+        not count and has no advantage.
         """
-        rewards = np.array([rollout.reward for rollout in self.rollouts])
-        valid = np.array([not rollout.masked for rollout in self.rollouts])
-        if valid.sum() < 2:
-            return np.zeros(len(rewards))
-        centred = rewards - rewards[valid].mean()
-        if normalize:
-            centred = centred / (rewards[valid].std(ddof=1) + 1e-4)
-        return np.where(valid, centred, 0.0)
+        scored = [i for i, rollout in enumerate(self.rollouts) if rollout.reward is not None]
+        rewards = np.array([self.rollouts[i].reward for i in scored], dtype=np.float64)
+        advantages = np.zeros(len(self.rollouts))
+        for place, index in enumerate(scored if len(scored) > 1 else ()):
+            basis = np.delete(rewards, place) if leave_one_out else rewards
+            advantages[index] = rewards[place] - basis.mean()
+            deviation = basis.std(ddof=1) if len(basis) > 1 else 0.0
+            if normalize and deviation > 0:
+                advantages[index] /= deviation + 1e-6
+        return advantages
 
 
 def merge_static(parts: Sequence[MediaTensors | None]) -> MediaTensors | None:

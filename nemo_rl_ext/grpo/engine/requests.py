@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """The engine cannot serve: an infrastructure failure, worth retrying on a new engine. One string."""
 
 
+class ContextExceededError(ValueError):
+    """The engine refuses a request because its prompt, media expanded, leaves no room in the context."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoInput:
     """Decoded frames of one clip, uint8 `[num_frames, height, width, 3]`, and vLLM's metadata of them.
@@ -92,3 +96,5 @@ class GenerationResult:
     receipt: Receipt | None = None
     """What vLLM did with each medium; None where this vLLM gives no receipts."""
     error: str | None = None
+    exceeds_context: bool = False
+    """The refusal is that the prompt, media expanded, leaves no room in the context."""

@@ -21,6 +21,7 @@ from nemo_rl_ext.align.families.registry import family_of
 from nemo_rl_ext.align.verdict import MediaKind
 from nemo_rl_ext.grpo.engine.config import EngineConfig
 from nemo_rl_ext.grpo.engine.requests import (
+    ContextExceededError,
     EngineError,
     GeneratedSequence,
     GenerationRequest,
@@ -214,6 +215,7 @@ class VllmEngine:
             weight_version_start=self.version,
             weight_version_end=self.version,
             error=str(error),
+            exceeds_context=isinstance(error, ContextExceededError),
         )
 
     @torch.no_grad()
@@ -268,7 +270,10 @@ def _rgb(request: GenerationRequest, index: int, image: np.ndarray | Image.Image
 
 
 def _refusal(request: GenerationRequest, error: Exception) -> ValueError:
-    return ValueError(f"request {request.name!r}: the engine refused it: {type(error).__name__}: {error}")
+    # vLLM has one class for all its refusals; its own servers and NeMo-Gym tell them by these words, too.
+    too_long = any(words in str(error) for words in ("maximum context length", "maximum model length"))
+    kind = ContextExceededError if too_long else ValueError
+    return kind(f"request {request.name!r}: the engine refused it: {type(error).__name__}: {error}")
 
 
 def _result(rendered: _Rendered, output: Any, version: int) -> GenerationResult:

@@ -22,30 +22,35 @@ class TrainingRow(PolicyRow):
 
     `engine_logprobs` is float32 `[tokens]`, 0 where nothing was sampled. A masked row runs through the forward with
     weight 0. `generation` is its rollout's number in the prompt group, `rollout` its number in the step: a conversation
-    that was split has several rows of one rollout. `versions` are the weights that drew its samples.
+    that was split has several rows of one rollout. `drawn_by` is int64 `[tokens]`, the version of the weights whose
+    log-prob a sampled token has; -1 where nothing was sampled or an update came in before it.
     """
 
     token_ids: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
+    drawn_by: torch.Tensor
     advantage: float = 0.0
     masked: bool = False
     repaired: bool = False
     has_video: bool = False
-    versions: frozenset[int] = frozenset()
     generation: int = 0
     rollout: int = 0
     where: str = ""
 
 
 def training_rows(
-    groups: Sequence[PromptGroup], *, normalize: bool, allowed_token_ids: TokenSet | None = None
+    groups: Sequence[PromptGroup],
+    *,
+    normalize: bool,
+    leave_one_out: bool = True,
+    allowed_token_ids: TokenSet | None = None,
 ) -> list[TrainingRow]:
-    """The rows of prompt groups, in order; advantages are relative to the group, divided by its deviation if asked."""
+    """The rows of prompt groups, in order, each with its rollout's advantage (`PromptGroup.advantages`)."""
     rows: list[TrainingRow] = []
     numbers = itertools.count()
     for group in groups:
-        advantages = group.advantages(normalize=normalize).tolist()
+        advantages = group.advantages(normalize=normalize, leave_one_out=leave_one_out).tolist()
         for generation, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
             rollout_number = next(numbers)
             rows += [
@@ -81,6 +86,14 @@ def row_of(segment: Segment, **about: Any) -> TrainingRow:
         media=tuple(
             {key: value.as_tensor() for key, value in media.items()} for m in log if (media := media_of(m))
         ),
-        versions=frozenset(segment.weight_versions()),
+        drawn_by=torch.cat([_drawn_by(message) for message in log]),
         **about,
     )
+
+
+def _drawn_by(message: dict[str, Any]) -> torch.Tensor:
+    """The version that drew each token of a message up to the first update in it."""
+    versions = torch.full((len(message["token_ids"]),), -1, dtype=torch.int64)
+    for version, start, end in message.get("weight_versions", ())[:1]:
+        versions[start:end] = version
+    return versions

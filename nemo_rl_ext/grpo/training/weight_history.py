@@ -1,51 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's last few versions, so that a log-prob gap is measured on the weights that sampled.
+"""Other weights in the policy for a while: the versions that sampled, and the reference of the KL penalty.
 
-Under asynchronous training the policy has moved on when a rollout arrives; comparing its log-probs then would show
-that movement and drown what alignment is about.
+Under asynchronous training the policy has moved on when a rollout arrives; a log-prob gap that is not measured on the
+weights that sampled would show that movement and drown what alignment is about.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from nemo_rl_ext.grpo.training.policy import Policy
 
+Weights = Mapping[str, torch.Tensor]
+"""The trainable parameters of a policy by name."""
+
+
+def snapshot(policy: Policy) -> Weights:
+    """Copies of the policy's trainable parameters as they are."""
+    return {name: value.detach().clone() for name, value in policy.trainable.items()}
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def applied(policy: Policy, weights: Weights) -> Iterator[None]:
+    """Run the block with these weights in the policy, without gradients; its own come back afterwards."""
+    own = snapshot(policy)
+    _copy(weights, policy)
+    try:
+        yield
+    finally:
+        _copy(own, policy)
+
 
 class WeightHistory:
-    """Copies of the trainable parameters of the newest `size` versions."""
+    """The newest `size` versions of a policy's weights."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._versions: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._versions: OrderedDict[int, Weights] = OrderedDict()
 
     def keep(self, version: int, policy: Policy) -> None:
         """Remember the policy's weights as `version`; the oldest beyond `size` are forgotten."""
-        self._versions[version] = {name: value.detach().clone() for name, value in policy.trainable.items()}
+        self._versions[version] = snapshot(policy)
         while len(self._versions) > self.size:
             self._versions.popitem(last=False)
 
-    def versions(self) -> tuple[int, ...]:
-        """The versions that are remembered, oldest first."""
-        return tuple(self._versions)
-
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def applied(self, policy: Policy, version: int) -> Iterator[None]:
-        """Run the block with the policy at `version`, without gradients; its own weights come back afterwards."""
-        current = {name: value.detach().clone() for name, value in policy.trainable.items()}
-        _copy(self._versions[version], policy)
-        try:
-            yield
-        finally:
-            _copy(current, policy)
+    def items(self) -> tuple[tuple[int, Weights], ...]:
+        """The versions that are remembered and their weights, oldest first."""
+        return tuple(self._versions.items())
 
 
 @torch.no_grad()
-def _copy(source: dict[str, torch.Tensor], policy: Policy) -> None:
+def _copy(source: Weights, policy: Policy) -> None:
     for name, value in policy.trainable.items():
         value.copy_(source[name])

@@ -19,24 +19,38 @@ def group(rewards, masked=()):
     return PromptGroup(row=ROW, rollouts=rollouts, step=0)
 
 
-def test_advantages_are_relative_to_the_group():
-    advantages = group([1.0, 0.0, 1.0, 0.0]).advantages(normalize=False)
-    assert advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
-    assert group([1.0, 0.0]).advantages(normalize=True) == pytest.approx([0.70700, -0.70700], abs=1e-3)
+def advantages(rewards, *, normalize=True, leave_one_out=True, masked=()):
+    return group(rewards, masked).advantages(normalize=normalize, leave_one_out=leave_one_out)
+
+
+def test_advantages_are_relative_to_the_rest_of_the_group():
+    assert advantages([1.0, 0.0, 1.0, 0.0], normalize=False) == pytest.approx([2 / 3, -2 / 3] * 2)
+    assert advantages([1.0, 0.0, 1.0, 0.0], normalize=False, leave_one_out=False).tolist() == [0.5, -0.5] * 2
+    deviation = 1 / 3**0.5
+    assert advantages([1.0, 0.0, 1.0, 0.0]) == pytest.approx(
+        [2 / 3 / deviation, -2 / 3 / deviation] * 2, rel=1e-5
+    )
+    whole = advantages([1.0, 0.0], leave_one_out=False)
+    assert whole == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+
+
+def test_rewards_without_deviation_are_not_sharpened():
+    assert advantages([1.0, 0.0]).tolist() == [1.0, -1.0], "one other has no deviation"
+    assert advantages([1.0, 0.0, 0.0, 0.0])[0] == 1.0, "the others are equal"
 
 
 def test_a_group_without_difference_teaches_nothing():
-    assert group([1.0, 1.0]).advantages(normalize=True).tolist() == [0.0, 0.0]
-    assert group([1.0, 1.0]).is_flat and group([1.0, 0.0, 1.0], masked={1}).is_flat
+    assert advantages([1.0, 1.0, 1.0]).tolist() == [0.0, 0.0, 0.0]
+    assert group([1.0, 1.0]).is_flat and group([1.0, None, 1.0]).is_flat
+    assert group([1.0, 0.0], masked={0, 1}).is_flat
     assert not group([1.0, 0.0]).is_flat
 
 
-def test_a_masked_rollout_keeps_its_place_and_changes_nobodys_advantage():
-    plain = group([1.0, 0.0]).advantages(normalize=True)
-    with_masked = group([1.0, 9.0, 0.0], masked={1}).advantages(normalize=True)
-    assert with_masked[[0, 2]].tolist() == plain.tolist()
-    assert with_masked[1] == 0.0
-    assert not group([1.0, 0.0], masked={0}).advantages(normalize=True).any()
+def test_a_masked_rollout_counts_and_one_without_a_reward_does_not():
+    assert advantages([1.0, 0.0], masked={1}, normalize=False)[0] == 1.0
+    with_unscored = advantages([1.0, None, 0.0], normalize=False)
+    assert with_unscored.tolist() == [1.0, 0.0, -1.0]
+    assert not advantages([1.0, None]).any()
 
 
 def test_static_tensors_of_several_turns_join_in_order():

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-import pytest
 import torch
 
 from nemo_rl_ext.grpo.training.batch import collate
 from nemo_rl_ext.grpo.training.rows import row_of
-from nemo_rl_ext.grpo.training.trainer import tokens_of_rollout
 from nemo_rl_ext.rollout.packed import pack
 from nemo_rl_ext.rollout.segments import Segment
 
@@ -34,8 +32,18 @@ def test_rows_that_share_tensors_bring_them_to_the_batch_once():
     assert collate(rows, pad_token_id=0).media_of_row == ((0,), (1,), (0,))
 
 
-def test_a_conversation_in_several_sequences_counts_once_in_a_sequence_level_loss():
-    rows = [row_of(segment(torch.zeros(4, 768)), rollout=number) for number in (0, 1, 1)]
-    weights = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    shares = (weights / tokens_of_rollout(rows, weights)).sum(-1)
-    assert shares.tolist() == pytest.approx([1.0, 1 / 3, 2 / 3])
+def test_a_token_belongs_to_the_weights_before_the_first_update_of_its_answer():
+    log = [
+        {"role": "user", "token_ids": torch.tensor([1, 2])},
+        {
+            "role": "assistant",
+            "token_ids": torch.tensor([3, 4, 5]),
+            "weight_versions": ((7, 0, 2), (8, 2, 3)),
+        },
+        {"role": "user", "token_ids": torch.tensor([6])},
+        {"role": "assistant", "token_ids": torch.tensor([9, 9]), "weight_versions": ((8, 0, 2),)},
+        {"role": "assistant", "token_ids": torch.tensor([9]), "weight_versions": ((8, 0, 0),)},
+    ]
+    segment = Segment(message_log=log)
+    assert row_of(segment).drawn_by.tolist() == [-1, -1, 7, 7, -1, -1, 8, 8, -1]
+    assert segment.weight_versions() == {7, 8}
