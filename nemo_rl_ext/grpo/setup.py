@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from nemo_rl_ext.grpo.collecting.endpoint import Completions, serve
 from nemo_rl_ext.grpo.collecting.gym_player import GymPlayer
 from nemo_rl_ext.grpo.collecting.gym_servers import start_gym
 from nemo_rl_ext.grpo.collecting.player import Player, Sampling
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, require_prompts
 from nemo_rl_ext.grpo.components import (
     aligner_config,
     alignment_options,
@@ -102,6 +103,8 @@ def prepare(config: Config) -> Inputs:
         for manifest in filter(None, (train, validation)):
             require_answers(manifest, own_score=not config.env.should_use_nemo_gym)
     reward = reward_of(config)
+    for manifest in filter(None, (train, validation)):
+        require_prompts(manifest, lambda: PromptRenderer(_tokenizer(config)))
     if config.data.verify_media:
         for manifest in filter(None, (train, validation)):
             verify_media(manifest, video_backend=config.data.video.backend)
@@ -118,6 +121,12 @@ def prepare(config: Config) -> Inputs:
         counted(0 if validation is None else len(validation), "row"),
     )
     return Inputs(train=train, validation=validation, media_policy=policy, reward=reward)
+
+
+def _tokenizer(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
 
 
 def _require_one_base(train: Manifest, validation: Manifest) -> None:
@@ -253,8 +262,6 @@ def start(config: Config, inputs: Inputs, *, how_to_go_on: Callable[[], str] = l
 
 
 def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) -> Run:
-    from transformers import AutoTokenizer
-
     alignment = config.grpo.media_alignment
     parts.callback(end_brokers, start_brokers())
     pool = AlignerPool(
@@ -277,7 +284,7 @@ def _start_parts(config: Config, inputs: Inputs, parts: contextlib.ExitStack) ->
         finally:
             engine = starting.result()
             parts.callback(engine.shutdown)
-    tokenizer = AutoTokenizer.from_pretrained(str(config.policy.model_name), local_files_only=True)
+    tokenizer = _tokenizer(config)
     renderer, sampling = PromptRenderer(tokenizer), sampling_of(config, tokenizer, pool.family.grammars)
     player = parts.enter_context(_player(config, inputs, engine, pool, renderer, sampling))
     collector = Collector(

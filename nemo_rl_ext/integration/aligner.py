@@ -25,7 +25,7 @@ from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.processor import load_processor
 from nemo_rl_ext.integration.static_processor import StaticProcessor
 from nemo_rl_ext.media.reader import MediaReader, MediaSource
-from nemo_rl_ext.media.sources import read_media_bytes, resolve_local
+from nemo_rl_ext.media.sources import open_local, read_media_bytes
 from nemo_rl_ext.rollout.aligner import AlignerConfig
 from nemo_rl_ext.rollout.cache import RenderCache
 from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
@@ -85,9 +85,12 @@ class NemoRLAligner:
 
         encoded = []
         for reference in references:
-            if self.config.media_policy.roots:
-                reference = str(resolve_local(reference, self.config.media_policy))
-            encoded.append(image_to_data_url(resolve_to_image(reference)))
+            if not self.config.media_policy.roots:
+                encoded.append(image_to_data_url(resolve_to_image(reference)))
+                continue
+            # The very file that was checked: its name may lead elsewhere a moment later.
+            with open_local(reference, self.config.media_policy) as file, Image.open(file) as image:
+                encoded.append(image_to_data_url(resolve_to_image(image.convert("RGB"))))
         return encoded
 
     def align(self, turns: Sequence[NemoRLTurnRequest]) -> list[AlignedTurn]:

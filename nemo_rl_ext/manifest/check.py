@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nemo_rl_ext.manifest.advice import Advice, RowImages, advise, row_images
 from nemo_rl_ext.manifest.census_scan import media_scanner
+from nemo_rl_ext.manifest.chat import LeftOutError
 from nemo_rl_ext.manifest.check_rules import (
     WARNING_KINDS,
     WarningKind,
@@ -156,6 +157,8 @@ class _Checker:
         num_faults = len(self._report.faults)
         try:
             self._judge(row, num_faults)
+        except LeftOutError as error:
+            self._fault(row, "", str(error))
         except Exception as error:
             reason = str(error) or "no reason given"
             self._fault(row, "", f"it cannot be forecast: {reason} ({type(error).__name__})")

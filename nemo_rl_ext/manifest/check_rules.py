@@ -94,11 +94,12 @@ def too_many_media(row: ManifestRow, limits: Mapping[str, int | None]) -> Proble
 
 def markers_in_text(row: ManifestRow, scanner: MarkerScanner) -> Problems:
     """Literal media markers in what the policy reads. With a tokenizer, only those that it makes placeholders of."""
-    params = {"input": [_plain(message) for message in row.responses_create_params.input]}
-    extra = row.responses_create_params.model_extra or {}
+    request = row.responses_create_params
     value = {
-        "responses_create_params": params
-        | {key: extra[key] for key in ("instructions", "tools") if key in extra},
+        "responses_create_params": {
+            "input": [_plain(message) for message in request.input],
+            "tools": [tool.model_dump() for tool in request.tools],
+        },
         "turns": [[_plain(message) for message in turn] for turn in row.turns],
     }
     for found in scanner.findings(value, file="", line=row.line):

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image
 
@@ -33,7 +33,7 @@ from nemo_rl_ext.manifest.rows import ManifestRow, MediaRef
 from nemo_rl_ext.manifest.streams import STDIN, text_lines
 from nemo_rl_ext.media.errors import MediaDecodeError, shorten
 from nemo_rl_ext.media.images import load_image
-from nemo_rl_ext.media.sources import reference_kind, resolve_local
+from nemo_rl_ext.media.sources import open_local, reference_kind
 
 _URL_KEYS = ("image_url", "video_url", "video", "path", "url")
 
@@ -114,7 +114,7 @@ class _Fitter:
             name = name.removesuffix(suffix)
         self._report = FitReport(manifest=out / name)
         self._files: dict[tuple[str, Grid], FittedImage] = {}
-        self._passed: dict[Path, str] = {}
+        self._passed: dict[tuple[int, int], str] = {}
         self._kept: list[float] = []
         self._rows: list[RowImages] = []
 
@@ -222,15 +222,24 @@ class _Fitter:
         """The new reference of a clip or frame whose path is relative to the old manifest; None for any other."""
         if reference_kind(media.ref) != "local" or media.ref.startswith(("/", "file:")):
             return None
-        source = resolve_local(media.ref, self._config.policy, self._path.parent, where=row.where)
-        if source not in self._passed:
-            ref = f"media/{len(self._passed)}-{Path(media.ref).name}"
-            try:
-                os.link(source, self._out / ref)
-            except OSError:
-                shutil.copyfile(source, self._out / ref)
-            self._passed[source] = ref
-        return self._passed[source]
+        with open_local(media.ref, self._config.policy, self._path.parent, where=row.where) as file:
+            status = os.fstat(file.fileno())
+            inode = (status.st_dev, status.st_ino)
+            if inode not in self._passed:
+                ref = f"media/{len(self._passed)}-{Path(media.ref).name}"
+                _link_or_copy(file, self._out / ref)
+                self._passed[inode] = ref
+        return self._passed[inode]
+
+
+def _link_or_copy(file: BinaryIO, target: Path) -> None:
+    """Put an open file in another place: the file itself, not whatever has its name by now."""
+    try:
+        # Naming a descriptor for the directory, which an absolute path ignores, is what makes Python follow the link.
+        os.link(f"/proc/self/fd/{file.fileno()}", target, src_dir_fd=file.fileno(), follow_symlinks=True)
+    except OSError:
+        with target.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 def fitted_grids(sizes: Sequence[Size], shared: int, sizer: Sizer) -> tuple[Grid, ...] | None:

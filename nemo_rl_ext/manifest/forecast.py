@@ -7,6 +7,7 @@ engine's choice also depends on its cache and its version.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from nemo_rl_ext.align.families.registry import default_family, family_of
 from nemo_rl_ext.align.grids import Grid, Size
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.sizer import Sizer
-from nemo_rl_ext.manifest.row_media import template_content
-from nemo_rl_ext.manifest.rows import ManifestRow, Message
+from nemo_rl_ext.manifest.chat import chat_messages, chat_tools, render_chat
+from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.sampling import sample_frames
 
 _TOKENS_PER_MESSAGE = 8
@@ -218,17 +219,25 @@ def _written(item: MediaItem, engine: EngineModel, served: MediaFamily) -> int:
 
 
 def _text_tokens(row: ManifestRow, last_turn: int, engine: EngineModel, served: MediaFamily) -> int:
-    turns = [row.messages(turn) for turn in range(last_turn + 1)]
+    turns = [chat_messages(row.messages(turn)) for turn in range(last_turn + 1)]
+    tools = chat_tools(row)
     if engine.tokenizer is not None:
         # Text on both sides of a placeholder is tokenized apart: special tokens will stand there.
         between = "|".join(map(re.escape, served.placeholders()))
-        return sum(_count(text, engine) for text in re.split(between, _rendered(turns, engine.tokenizer)))
-    total = 0
+        text = _rendered(turns, tools, engine.tokenizer)
+        return sum(_count(part, engine) for part in re.split(between, text))
+    total = _count(json.dumps(tools), engine) if tools else 0
     for messages in turns:
         for message in messages:
-            text = "".join(getattr(part, "text", "") for part in message.parts)
-            total += _TOKENS_PER_MESSAGE + _count(text, engine)
+            total += _TOKENS_PER_MESSAGE + _count(_words(message), engine)
     return total + _TOKENS_PER_MESSAGE * len(turns)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """All that a chat template writes of a message, in any order."""
+    content, calls = message["content"], message.get("tool_calls")
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return f"{text}{message.get('reasoning_content', '')}{json.dumps(calls) if calls else ''}"
 
 
 def _count(text: str, engine: EngineModel) -> int:
@@ -250,11 +259,13 @@ def engine_from_checkpoint(model_dir: str | Path, **settings: Any) -> EngineMode
     return EngineModel(family=family, tokenizer=tokenizer, **settings)
 
 
-def _rendered(turns: Sequence[Sequence[Message]], tokenizer: Any) -> str:
+def _rendered(
+    turns: Sequence[Sequence[dict[str, Any]]], tools: Sequence[dict[str, Any]], tokenizer: Any
+) -> str:
     """The prompt of the last turn without answers, as the chat template writes it."""
     chat: list[dict[str, Any]] = []
     for index, messages in enumerate(turns):
         if index:
             chat.append({"role": "assistant", "content": ""})
-        chat += [{"role": message.role, "content": template_content(message)} for message in messages]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        chat += messages
+    return render_chat(tokenizer, chat, tools)

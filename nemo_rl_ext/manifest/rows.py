@@ -25,8 +25,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
@@ -35,20 +33,17 @@ from pydantic import (
     model_validator,
 )
 
-
-class _Frozen(BaseModel):
-    # Gym rows carry keys of their verifiers and agents at every level: typed where known, kept where not.
-    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True, strict=True)
+from nemo_rl_ext.manifest.tools import Frozen, Tool, ToolCall
 
 
-class TextPart(_Frozen):
+class TextPart(Frozen):
     """Text of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class ImagePart(_Frozen):
+class ImagePart(Frozen):
     """A still image, or one frame of a video whose frames were cached as images."""
 
     type: Literal["input_image"]
@@ -82,7 +77,7 @@ class ImagePart(_Frozen):
         return self
 
 
-class VideoPart(_Frozen):
+class VideoPart(Frozen):
     """A video file."""
 
     type: Literal["input_video"]
@@ -102,24 +97,49 @@ class VideoPart(_Frozen):
 Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
-class Message(_Frozen):
-    """One message; the output of a tool call becomes a message of the role `tool`."""
+_CALL = ("name", "arguments")
+
+
+class Message(Frozen):
+    """One message; a tool call becomes an assistant's, its output a message of the role `tool`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("string")] | Annotated[tuple[Part, ...], Tag("parts")],
         Discriminator(lambda value: "string" if isinstance(value, str) else "parts"),
     ] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of an assistant."""
+    reasoning_content: str | None = None
+    """What an assistant thought before it answered."""
+    tool_call_id: str | None = None
+    """Which call a tool's message answers."""
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _from_response_item(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "role" in value:
             return value
-        if value.get("type") == "function_call_output":
-            return {**value, "role": "tool", "content": value.get("output", "")}
-        if value.get("type") in ("function_call", "reasoning"):
-            return {**value, "role": "assistant", "content": ""}
+        kind = value.get("type")
+        if kind == "function_call_output":
+            return {
+                **value,
+                "role": "tool",
+                "content": value.get("output", ""),
+                "tool_call_id": value.get("call_id"),
+            }
+        if kind == "function_call":
+            call = {
+                "id": value.get("call_id"),
+                "function": {key: value[key] for key in _CALL if key in value},
+            }
+            rest = {key: kept for key, kept in value.items() if key not in _CALL}
+            return {**rest, "role": "assistant", "content": "", "tool_calls": [call]}
+        if kind == "reasoning":
+            thoughts = [part.get("text", "") for part in value.get("summary") or () if isinstance(part, dict)]
+            thought = "\n".join(thoughts) or None
+            return {**value, "role": "assistant", "content": "", "reasoning_content": thought}
         return value
 
     @field_validator("content", mode="before")
@@ -129,6 +149,17 @@ class Message(_Frozen):
             return ""
         return tuple(value) if isinstance(value, list) else value
 
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _calls_as_tuple(cls, value: Any) -> Any:
+        return tuple(value or ()) if isinstance(value, list | None) else value
+
+    @model_validator(mode="after")
+    def _assistants_call(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls stand in messages of the role 'assistant', not {self.role!r}")
+        return self
+
     @property
     def parts(self) -> tuple[TextPart | ImagePart | VideoPart, ...]:
         """The content as parts, also where it was written as a string."""
@@ -137,19 +168,36 @@ class Message(_Frozen):
         return (TextPart(type="input_text", text=self.content),) if self.content else ()
 
 
-class AgentRef(_Frozen):
+class AgentRef(Frozen):
     """The Gym agent that plays the row."""
 
     name: str
     type: str | None = None
 
 
-class RequestParams(_Frozen):
+class RequestParams(Frozen):
     """`responses_create_params`: the request that starts the rollout."""
 
     input: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    """Functions that the policy may call."""
     metadata: dict[str, str] | None = None
     """Strings only, as the Responses API and Gym demand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_instructions(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("instructions"):
+            raise ValueError(
+                "`instructions` reach no prompt, here or through NeMo-Gym; write them as the first message of `input`, "
+                "with the role 'system'"
+            )
+        return value
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_as_tuple(cls, value: Any) -> Any:
+        return tuple(value or ()) if isinstance(value, list | None) else value
 
     @field_validator("input", mode="before")
     @classmethod
@@ -184,7 +232,7 @@ class MediaRef:
         return f"{place}.{self.message_index}.content.{self.part_index}"
 
 
-class ManifestRow(_Frozen):
+class ManifestRow(Frozen):
     """One row; unknown keys are kept in `model_extra`."""
 
     responses_create_params: RequestParams

@@ -37,6 +37,9 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 # Every message renders on its own, without a look at its neighbours: the text of a longer conversation
 # therefore starts with the text of a shorter one, and a later turn can be appended to token ids.
 CHAT_TEMPLATE = (
+    "{%- if tools -%}{{- '<|im_start|>system\n' -}}"
+    "{%- for tool in tools -%}{{- '<tool>' + (tool.function | tojson) + '</tool>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\n' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}"

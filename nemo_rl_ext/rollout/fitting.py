@@ -94,7 +94,7 @@ class TurnFitting:
         )
         items = media
 
-        def align(request: EngineRequest | None = None) -> AlignedTurn:
+        def align(request: EngineRequest | None) -> AlignedTurn:
             return align_turn(
                 turn.token_ids,
                 items,
@@ -112,10 +112,11 @@ class TurnFitting:
                 turn=turn.turn,
             )
 
-        aligned = align()
+        aligned = align(None)
         # Only what is open needs the request's other media, whose files have to be read.
         undecided = {Reason.AMBIGUOUS_GRID, Reason.ORDER_SUSPECT} & set(aligned.report.reasons())
-        if undecided and (request := self._engine_request(turn)):
+        request = self._engine_request(turn) if undecided else None
+        if request is not None:
             aligned = align(request)
         if evidence and turn.receipt and (unproven := _unproven(aligned.report, evidence)):
             same_file = [index for index in unproven if turn.receipt[index].file == media[index].content_hash]
@@ -125,7 +126,7 @@ class TurnFitting:
                     item.identified_if_readable(self.identify) if i in unproven else item
                     for i, item in enumerate(media)
                 )
-                return align(request=None)
+                return align(request)
             reports = tuple(
                 dataclasses.replace(report, content_proven=True) if report.index in unproven else report
                 for report in aligned.report.media

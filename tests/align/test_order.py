@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from nemo_rl_ext.align.evidence import EngineRequest, Evidence
@@ -10,9 +11,14 @@ from nemo_rl_ext.align.families.family import Seen
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.limits import ANY, Limits
 from nemo_rl_ext.align.order import rivals
+from nemo_rl_ext.align.runs import find_runs
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import Reason, Verdict
 from nemo_rl_ext.align.video_grids import VideoTiler
+from nemo_rl_ext.media.identity import pixel_digest
+from nemo_rl_ext.media.reader import MediaSource
+from nemo_rl_ext.receipts.receipt import ItemReceipt
+from nemo_rl_ext.rollout.fitting import TurnFitting, TurnRequest
 
 SIZES = ((663, 1053), (715, 1100))
 """(height, width) of two pictures that could have each other's runs."""
@@ -118,3 +124,43 @@ def test_one_request_has_one_set_of_limits():
     assert under(3, 4) == {}
     assert under(3, 3) == {0: 1, 1: 0}
     assert Limits(min_low=9).meet(Limits(max_high=8)) is None
+
+
+def test_a_replay_holds_when_the_pixels_are_compared_afterwards(make_image, make_family, prompt):
+    """The trainer's tensors are on the engine's grids already; the receipt names pixels and no geometry."""
+    family, sizes = make_family(), ((744, 738), (471, 458))
+    items = [
+        dataclasses.replace(make_image(size, seed), identify=pixel_digest) for seed, size in enumerate(sizes)
+    ]
+    grids = family.joint_grids(sizes, 400)
+    ids, sources = (
+        np.array(prompt(*[grid.num_tokens() for grid in grids])),
+        [MediaSource(ref=str(i)) for i in (0, 1)],
+    )
+    runs = [(run.offset, run.length) for run in find_runs(ids, family.grammar)]
+    served = [item.identified().digest for item in items]
+    assert verify_turn(ids, items, family=family, static_grids=grids, ordered=True).neutral, "two grids fit"
+
+    def judged(said):
+        receipt = tuple(
+            ItemReceipt(kind="image", served=digest, range=run, runs=(run,))
+            for digest, run in zip(said, runs, strict=True)
+        )
+        turn = TurnRequest(
+            row_id="r",
+            turn=0,
+            token_ids=ids,
+            media=tuple(sources),
+            receipt=receipt,
+            ordered=True,
+            max_model_len=400,
+        )
+        fitting = TurnFitting(
+            family=family, render=family.render, measure=lambda source: items[int(source.ref)]
+        )
+        return fitting.judge(turn, tuple(items), grids).report
+
+    report = judged(served)
+    assert [item.verdict for item in report.media] == [Verdict.MATCHED] * 2
+    assert all(item.content_proven for item in report.media)
+    assert judged([served[0], "f" * 64]).reasons() == (Reason.CONTENT_CHANGED,)

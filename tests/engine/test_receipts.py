@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_ext.media.identity import pixel_digest
+from nemo_rl_ext.media.video import DecodedVideo
 from nemo_rl_ext.models.tokenizer import IMAGE_ID, SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
@@ -39,17 +40,16 @@ def picture(height, width, seed=0):
 def clip(frames, height, width, seed=0):
     from nemo_rl_ext.grpo.engine.requests import VideoInput
 
-    indices = list(range(0, 12 * frames, 12))
-    metadata = {
-        "total_num_frames": 12 * frames,
-        "fps": 24.0,
-        "duration": frames / 2,
-        "video_backend": "decord",
-    }
-    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
-    return VideoInput(
-        frames=pixels, metadata=metadata | {"frames_indices": indices, "do_sample_frames": False}
+    decoded = DecodedVideo(
+        frames=np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8),
+        frame_indices=tuple(range(0, 12 * frames, 12)),
+        fps=24.0,
+        total_num_frames=12 * frames,
+        declared_num_frames=12 * frames,
+        source="clip.mp4",
+        backend="opencv",
     )
+    return VideoInput(frames=decoded.frames, metadata=decoded.engine_metadata())
 
 
 def generate(engine, ids, images=(), videos=(), n=1):

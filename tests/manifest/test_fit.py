@@ -3,10 +3,12 @@
 
 import base64
 import dataclasses
+import errno
 import gzip
 import hashlib
 import io
 import json
+import os
 import random
 from importlib.util import find_spec
 
@@ -19,7 +21,7 @@ from nemo_rl_ext.align.families.registry import default_family
 from nemo_rl_ext.align.grids import RESERVED_TOKENS, DynamicTiler
 from nemo_rl_ext.cli import CommonOptions, build_app
 from nemo_rl_ext.manifest.check import CheckConfig, check_manifest
-from nemo_rl_ext.manifest.fit import fit_manifest, fitted_grids
+from nemo_rl_ext.manifest.fit import _link_or_copy, fit_manifest, fitted_grids
 from nemo_rl_ext.manifest.forecast import EngineModel
 from nemo_rl_ext.manifest.loading import load_manifest
 from nemo_rl_ext.manifest.shared_context import shared_patches
@@ -205,7 +207,7 @@ def test_clips_frames_data_urls_and_unknown_keys_pass_through(write_manifest, ma
     out = [json.loads(line) for line in report.manifest.read_text().splitlines()]
     contents = [row["responses_create_params"]["input"][0]["content"] for row in out]
     moved = contents[0][0]["video_url"]
-    assert (tmp_path / "out" / moved).read_bytes() == (tmp_path / "a clip.mp4").read_bytes()
+    assert (tmp_path / "out" / moved).samefile(tmp_path / "a clip.mp4"), "linked, not copied"
     assert out[1] == rows[1], "an absolute clip and the rest of its row stand as they were"
     assert contents[2][0]["image_url"] == contents[2][1]["image_url"] != "a.png"
     assert out[3]["gym"] == {"x": [1]} and contents[3][0]["image_url"].startswith("media/")
@@ -214,6 +216,28 @@ def test_clips_frames_data_urls_and_unknown_keys_pass_through(write_manifest, ma
     opened = MediaPolicy(roots=(tmp_path / "out", clip.rsplit("/", 1)[0]), timeout_s=120)
     again = check_manifest(report.manifest, CheckConfig(engine=ENGINE, policy=opened))
     assert not again.faults and again.summary()["share_rows_resized"] == 0
+
+
+@pytest.mark.parametrize("other_disk", [False, True])
+def test_what_is_passed_through_is_the_file_that_was_checked(tmp_path, monkeypatch, other_disk):
+    """Its name leads outside the media roots as soon as it is open."""
+    outside, clip = tmp_path / "secret", tmp_path / "a.mp4"
+    outside.write_bytes(b"secret")
+    clip.write_bytes(b"public")
+
+    def link(*args, **options):
+        clip.rename(tmp_path / "moved.mp4")
+        clip.symlink_to(outside)
+        if other_disk:
+            raise OSError(errno.EXDEV, "another disk")
+        return linked(*args, **options)
+
+    linked = os.link
+    monkeypatch.setattr(os, "link", link)
+    with clip.open("rb") as file:
+        _link_or_copy(file, tmp_path / "copy.mp4")
+    assert (tmp_path / "copy.mp4").read_bytes() == b"public"
+    assert (tmp_path / "copy.mp4").samefile(tmp_path / "moved.mp4") != other_disk
 
 
 def test_refusals_name_the_row_and_leave_nothing(write_manifest, make_row, tmp_path):

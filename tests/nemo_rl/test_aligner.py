@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gym_edge import picture, prompt_ids
+from PIL import Image
 
 from nemo_rl_ext.align.families.nemotron import Layout
 from nemo_rl_ext.align.verdict import Reason, Verdict
@@ -90,6 +91,24 @@ def test_the_tensors_of_a_prompt_group_are_made_once_and_are_the_processors_own(
     for aligned in found:
         assert aligned.tensors.values.keys() == wanted.keys()
         assert all(torch.equal(aligned.tensors.values[key], value) for key, value in wanted.items())
+
+
+def test_what_is_sent_to_the_engine_is_the_file_that_was_checked(aligner, tmp_path, monkeypatch):
+    inside, outside = tmp_path / "a.png", tmp_path.parent / f"{tmp_path.name}-outside.png"
+    picture(64, 64, 1).save(inside)
+    picture(64, 64, 2).save(outside)
+    shown = aligner.encode([str(inside)])
+    opened = Image.open
+
+    def exchange_and_open(source, *args, **options):
+        inside.unlink(missing_ok=True)
+        inside.symlink_to(outside)
+        return opened(source, *args, **options)
+
+    monkeypatch.setattr(Image, "open", exchange_and_open)
+    assert aligner.encode([str(inside)]) == shown
+    with pytest.raises(ValueError, match="outside the media roots"):
+        aligner.encode([str(inside)])
 
 
 def test_a_file_is_looked_at_again_because_it_can_change(aligner, tmp_path):

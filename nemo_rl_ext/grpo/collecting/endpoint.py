@@ -24,6 +24,7 @@ from nemo_rl_ext.grpo.collecting.player import Sampling, request_seed
 from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
 from nemo_rl_ext.grpo.engine.client import EngineClient
 from nemo_rl_ext.grpo.engine.requests import GeneratedSequence, GenerationRequest, GenerationResult
+from nemo_rl_ext.manifest.tools import Tool, ToolCall
 from nemo_rl_ext.media.images import load_image
 from nemo_rl_ext.media.policy import MediaPolicy
 from nemo_rl_ext.receipts.store import ReceiptStore, SampleStore, rollout_key
@@ -31,6 +32,8 @@ from nemo_rl_ext.receipts.store import ReceiptStore, SampleStore, rollout_key
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+
+_FIELDS = ("reasoning_content", "tool_call_id", "name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,8 @@ class Completions:
                 f"messages: expected a list with at least one message, got {type(messages).__name__}"
             )
         chat, images = self._chat(messages)
-        prompt = self.renderer.chat(chat)
+        tools = [Tool.model_validate(tool).for_template() for tool in body.get("tools") or ()]
+        prompt = self.renderer.chat(chat, tools)
         request = GenerationRequest(
             name=str(body.get("user") or "chat"),
             prompt_token_ids=prompt,
@@ -107,8 +111,12 @@ class Completions:
         chat, images = [], []
         for index, message in enumerate(messages):
             content = message.get("content") or ""
+            entry = {"role": message.get("role"), "content": content}
+            entry |= {key: message[key] for key in _FIELDS if message.get(key) is not None}
+            if calls := message.get("tool_calls"):
+                entry["tool_calls"] = [ToolCall.model_validate(call).for_template() for call in calls]
+            chat.append(entry)
             if isinstance(content, str):
-                chat.append({"role": message.get("role"), "content": content})
                 continue
             parts: list[dict[str, str]] = []
             for part in content:
@@ -121,7 +129,7 @@ class Completions:
                     parts.append({"type": "image"})
                 else:
                     raise ValueError(f"message {index}: content part {part.get('type')!r} is not supported")
-            chat.append({"role": message.get("role"), "content": parts})
+            entry["content"] = parts
         return chat, tuple(images)
 
     def _completion(self, result: GenerationResult) -> dict[str, Any]:

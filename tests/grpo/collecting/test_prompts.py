@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer
+from nemo_rl_ext.grpo.collecting.prompts import PromptRenderer, require_prompts
 from nemo_rl_ext.manifest.row_media import media_by_turn
 from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.models.tokenizer import EOS_ID, IMAGE_ID, build_byte_tokenizer
@@ -83,3 +83,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         PromptRenderer(tokenizer)
+
+
+def test_tools_calls_and_their_answers_stand_in_every_turns_prompt():
+    renderer = PromptRenderer(build_byte_tokenizer())
+    row = ManifestRow.from_json(WITH_TOOLS)
+    first = renderer.first(row)
+    second = renderer.following(row, 1, first, np.array([EOS_ID], np.int32))
+    text = renderer.tokenizer.decode(second)
+    assert text.startswith('<|im_start|>system\n<tool>{"name": "zoom"}</tool><|im_end|>\n')
+    assert '<tool_call>{"name": "zoom", "arguments": {"at": "<image>"}}</tool_call>' in text
+    assert text.endswith("<|im_start|>tool\nfound<|im_end|>\n<|im_start|>assistant\n")
+    assert not (second == IMAGE_ID).any(), "arguments stay text"
+    require_prompts([row], lambda: renderer)
+
+
+def test_rows_whose_tools_the_template_leaves_out_are_refused_at_the_start():
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+    row = ManifestRow.from_json(WITH_TOOLS, file="rows.jsonl", line=7)
+    with pytest.raises(ValueError, match="rows.jsonl:7: .* leaves out the tool 'zoom'"):
+        require_prompts([ROW, row], lambda: PromptRenderer(tokenizer))
+
+
+WITH_TOOLS = {
+    "responses_create_params": {
+        "input": [
+            {"role": "user", "content": "?"},
+            {"type": "function_call", "call_id": "1", "name": "zoom", "arguments": '{"at": "<image>"}'},
+            {"type": "function_call_output", "call_id": "1", "output": "seen"},
+        ],
+        "tools": [{"type": "function", "name": "zoom"}],
+    },
+    "turns": [[{"role": "tool", "content": "found"}]],
+}
