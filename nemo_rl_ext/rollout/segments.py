@@ -9,6 +9,7 @@ each is trained on the prompt that it was drawn from: a new segment starts.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from nemo_rl_ext.align.runs import Grammar, find_all_runs
-from nemo_rl_ext.receipts.evidence import belongs_to, items_of_turn, same_media
+from nemo_rl_ext.receipts.evidence import items_of_turn, same_media
 from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,43 @@ class EngineTurn:
     num_media: int
     receipt: Receipt | None = None
     weight_versions: tuple[tuple[int, int, int], ...] = ()
+
+
+class PromptBuffer:
+    """The prompts of one conversation, each a view of one buffer as long as it continues what came before it.
+
+    A buffer that is full is copied to one of twice the length, and the views of the old one stay as they are: all
+    prompts together take a small multiple of the longest.
+    """
+
+    def __init__(self) -> None:
+        self._ids: np.ndarray = np.empty(0, np.int32)
+        self._used = 0
+
+    def add(self, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        """The prompt [tokens] of a request, as a view where it can be one; `answer` is what was sampled on it."""
+        if not self._used or not _starts_with(prompt, self._ids[: self._used]):
+            # The first prompt of a group is one array for all its generations.
+            self._ids, self._used = prompt, len(prompt)
+            self._extend(answer)
+            return prompt
+        self._extend(prompt[self._used :])
+        view = self._ids[: self._used]
+        self._extend(answer)
+        return view
+
+    def _extend(self, ids: np.ndarray) -> None:
+        needed = self._used + len(ids)
+        if needed > len(self._ids):
+            grown = np.empty(2 * needed, self._ids.dtype)
+            grown[: self._used] = self._ids[: self._used]
+            self._ids = grown
+        self._ids[self._used : needed] = ids
+        self._used = needed
+
+
+def _starts_with(ids: np.ndarray, beginning: np.ndarray) -> bool:
+    return len(ids) >= len(beginning) and np.array_equal(ids[: len(beginning)], beginning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +132,22 @@ def to_segments(turns: Sequence[EngineTurn], grammars: Sequence[Grammar]) -> lis
     message: its earlier answers are context there, not samples.
     """
     segments: list[Segment] = []
-    seen = np.empty(0, dtype=np.int64)
-    num_media = 0
+    before: EngineTurn | None = None
+    digest = PromptDigest()
     shown: tuple[ItemReceipt, ...] | None = None
     for index, turn in enumerate(turns):
-        prompt = np.asarray(turn.prompt_token_ids, dtype=np.int64)
-        receipt = _own_receipt(turn, prompt)
-        continues = bool(segments) and len(prompt) >= len(seen) and np.array_equal(prompt[: len(seen)], seen)
+        prompt = np.asarray(turn.prompt_token_ids)
+        continues = before is not None and _continues(prompt, before)
+        num_seen = len(before.prompt_token_ids) + len(before.token_ids) if before and continues else 0
+        if not continues:
+            digest = PromptDigest()
+        digest.update(prompt[digest.num_tokens :])
+        receipt = _own_receipt(turn, digest)
         if continues and shown is not None and receipt is not None:
             # Equal ids over other pixels: what was sampled before was drawn from another prompt.
             continues = same_media(shown, receipt.items[: len(shown)])
-        if continues:
-            new, first = prompt[len(seen) :], num_media
+        if before is not None and continues:
+            new, first = prompt[num_seen:], before.num_media
             segment = segments[-1]
         else:
             resizes = _resizes(index, turns, grammars) if index else ()
@@ -123,30 +165,69 @@ def to_segments(turns: Sequence[EngineTurn], grammars: Sequence[Grammar]) -> lis
                 else None,
             )
         )
-        answer = np.asarray(turn.token_ids, dtype=np.int64)
         segment.message_log += [
-            {"role": "user", "token_ids": torch.from_numpy(new.copy())},
+            {"role": "user", "token_ids": _tensor(new, np.int64)},
             {
                 "role": "assistant",
-                "token_ids": torch.from_numpy(answer.copy()),
-                "generation_logprobs": torch.from_numpy(np.asarray(turn.logprobs, dtype=np.float32).copy()),
+                "token_ids": _tensor(turn.token_ids, np.int64),
+                "generation_logprobs": _tensor(turn.logprobs, np.float32),
                 "weight_versions": turn.weight_versions,
             },
         ]
-        seen = np.concatenate((prompt, answer))
-        num_media = turn.num_media
+        before = turn
         shown = receipt.items if receipt is not None else None
     return segments
 
 
-def _own_receipt(turn: EngineTurn, prompt: np.ndarray) -> Receipt | None:
+def _tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
+    """A tensor of its own."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
+
+
+def _continues(prompt: np.ndarray, before: EngineTurn) -> bool:
+    """Whether a prompt repeats an earlier one and its answer, token for token."""
+    earlier, answer = np.asarray(before.prompt_token_ids), np.asarray(before.token_ids)
+    if len(prompt) < len(earlier) + len(answer):
+        return False
+    # Views of one `PromptBuffer` are equal where they overlap.
+    known = prompt.base is not None and prompt.base is earlier.base and _same_start(prompt, earlier)
+    if not known and not _starts_with(prompt, earlier):
+        return False
+    return np.array_equal(prompt[len(earlier) : len(earlier) + len(answer)], answer)
+
+
+def _same_start(left: np.ndarray, right: np.ndarray) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.strides == right.strides
+        and left.__array_interface__["data"] == right.__array_interface__["data"]
+    )
+
+
+class PromptDigest:
+    """`prompt_digest` of ids that grow: what was hashed is not hashed again."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._hash = hashlib.sha256()
+
+    def update(self, token_ids: np.ndarray) -> None:
+        self._hash.update(np.asarray(token_ids, dtype="<i4").tobytes())
+        self.num_tokens += len(token_ids)
+
+    def hex(self) -> str:
+        return self._hash.copy().hexdigest()
+
+
+def _own_receipt(turn: EngineTurn, prompt: PromptDigest) -> Receipt | None:
     """The turn's receipt, if it is that of exactly this prompt; one of other ids is no evidence."""
-    if turn.receipt is None or belongs_to(turn.receipt, prompt):
-        return turn.receipt
+    receipt = turn.receipt
+    if receipt is None or (receipt.prompt_tokens == prompt.num_tokens and receipt.prompt == prompt.hex()):
+        return receipt
     logger.warning(
         "a media receipt belongs to another prompt (%d tokens, here %d) and is not used",
-        turn.receipt.prompt_tokens,
-        len(prompt),
+        receipt.prompt_tokens,
+        prompt.num_tokens,
     )
     return None
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
 import numpy as np
 import pytest
 
 from nemo_rl_ext.align.runs import Grammar
 from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt, prompt_digest
-from nemo_rl_ext.rollout.segments import EngineTurn, to_segments
+from nemo_rl_ext.rollout import segments
+from nemo_rl_ext.rollout.segments import EngineTurn, PromptBuffer, to_segments
 
 GRAMMAR = Grammar(6, 5, 7)
 
@@ -121,3 +124,77 @@ def test_every_sampled_token_is_trained_exactly_once():
             ids = [token for message in segment.message_log[:-1] for token in message["token_ids"].tolist()]
             last = segment.user_turns[-1].turn
             assert ids == turns[last].prompt_token_ids.tolist()
+
+
+def long_conversation(num_turns, buffer=None, restart=None):
+    """Turns of 50 new tokens and an answer of 4, with receipts; turn `restart` begins anew."""
+    rng = np.random.default_rng(0)
+    prompt, turns = np.empty(0, np.int32), []
+    for index in range(num_turns):
+        if index == restart:
+            prompt = np.empty(0, np.int32)
+        prompt = np.concatenate((prompt, rng.integers(20, 99, 50).astype(np.int32)))
+        answer = rng.integers(20, 99, 4).astype(np.int32)
+        held = prompt.copy() if buffer is None else buffer.add(prompt.copy(), answer)
+        turns.append(turn([], answer, 0, receipt(prompt)))
+        turns[-1] = dataclasses.replace(turns[-1], prompt_token_ids=held)
+        prompt = np.concatenate((prompt, answer))
+    return turns
+
+
+def memory(turns):
+    """Bytes of all arrays that the prompts are, or are views of."""
+    owners = {}
+    for each in turns:
+        array = each.prompt_token_ids
+        while array.base is not None:
+            array = array.base
+        owners[id(array)] = array.nbytes
+    return sum(owners.values())
+
+
+@pytest.mark.parametrize("restart", [None, 1, 40])
+def test_a_buffers_prompts_are_the_prompts_and_take_a_multiple_of_the_longest(restart):
+    alone = long_conversation(64, restart=restart)
+    shared = long_conversation(64, PromptBuffer(), restart=restart)
+    for one, other in zip(alone, shared, strict=True):
+        assert np.array_equal(one.prompt_token_ids, other.prompt_token_ids)
+    longest = max(each.prompt_token_ids.nbytes for each in alone)
+    assert memory(alone) > 10 * longest
+    assert memory(shared) < 5 * longest
+    parts = [to_segments(turns, (GRAMMAR,)) for turns in (alone, shared)]
+    assert [list(map(roles, part)) for part in parts][0] == [list(map(roles, part)) for part in parts][1]
+    assert len(parts[1]) == (1 if restart is None else 2)
+
+
+def test_prompts_of_one_group_start_as_one_array_and_go_their_own_ways():
+    first, buffers = np.arange(20, 60, dtype=np.int32), [PromptBuffer(), PromptBuffer()]
+    answers = [np.array([1, 2], np.int32), np.array([3], np.int32)]
+    assert all(b.add(first, answer) is first for b, answer in zip(buffers, answers, strict=True))
+    for buffer, answer in zip(buffers, answers, strict=True):
+        following = np.concatenate((first, answer, [77]))
+        assert np.array_equal(buffer.add(following.astype(np.int32), answer), following)
+    assert np.array_equal(first, np.arange(20, 60))
+
+
+def test_a_receipt_of_other_ids_in_a_long_conversation_is_no_evidence(caplog):
+    turns = long_conversation(4, PromptBuffer())
+    turns[2] = dataclasses.replace(turns[2], receipt=receipt(turns[1].prompt_token_ids.tolist()))
+    (segment,) = to_segments(turns, (GRAMMAR,))
+    assert [user.receipt for user in segment.user_turns] == [(), (), None, ()]
+    assert "belongs to another prompt" in caplog.text
+
+
+def test_hashing_and_comparing_grow_with_the_ids_and_not_with_the_turns(monkeypatch):
+    """Every id is hashed once, however many prompts repeat it."""
+    hashed = []
+    update = segments.PromptDigest.update
+
+    def counting(self, token_ids):
+        hashed.append(len(token_ids))
+        update(self, token_ids)
+
+    monkeypatch.setattr(segments.PromptDigest, "update", counting)
+    turns = long_conversation(64, PromptBuffer())
+    to_segments(turns, (GRAMMAR,))
+    assert sum(hashed) == len(turns[-1].prompt_token_ids)

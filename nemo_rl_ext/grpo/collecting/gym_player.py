@@ -108,7 +108,7 @@ class GymPlayer:
             conversation.truncated |= facts is not None and facts.finish_reason == "length"
             conversation.turns.append(
                 EngineTurn(
-                    prompt_token_ids=turn.prompt_token_ids,
+                    prompt_token_ids=conversation.prompts.add(turn.prompt_token_ids, turn.token_ids),
                     token_ids=turn.token_ids,
                     logprobs=turn.logprobs,
                     num_media=sum(len(media) for media in conversation.media[: index + 1]),

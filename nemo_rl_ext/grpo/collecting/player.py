@@ -17,7 +17,7 @@ from nemo_rl_ext.manifest.rows import ManifestRow
 from nemo_rl_ext.media.reader import MediaFacts, MediaSource
 from nemo_rl_ext.rollout.aligner import StaticTurn
 from nemo_rl_ext.rollout.pool import AlignerPool
-from nemo_rl_ext.rollout.segments import EngineTurn
+from nemo_rl_ext.rollout.segments import EngineTurn, PromptBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Conversation:
     static: list[StaticTurn]
     prompt: np.ndarray
     turns: list[EngineTurn] = field(default_factory=list)
+    prompts: PromptBuffer = field(default_factory=PromptBuffer)
     error: str = ""
     outgrown: str = ""
     truncated: bool = False
@@ -152,7 +153,7 @@ class Player:
         conversation.truncated |= output.finish_reason == "length"
         conversation.turns.append(
             EngineTurn(
-                prompt_token_ids=result.prompt_token_ids,
+                prompt_token_ids=conversation.prompts.add(result.prompt_token_ids, output.token_ids),
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
                 num_media=sum(len(turn) for turn in conversation.media[: len(conversation.turns) + 1]),
