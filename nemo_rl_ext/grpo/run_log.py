@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,19 +149,21 @@ def alignment_line(metrics: Mapping[str, float]) -> str:
     def get(name: str) -> float:
         return metrics.get(f"alignment/{name}", 0.0)
 
-    def reasons(*, trained: bool) -> str:
+    def reasons(wanted: Callable[[Reason], bool]) -> str:
         found = [
             reason
             for reason in sorted(Reason, key=lambda reason: reason.value)
-            if reason.trains == trained and get(f"reason/{reason.value}")
+            if wanted(reason) and get(f"reason/{reason.value}")
         ]
         return ", ".join(f"{reason.value} {get(f'reason/{reason.value}'):.0f}" for reason in found)
 
     masked = f"{get('rows_masked'):.0f} of {counted(round(get('rows')), 'row')} masked"
-    if why := reasons(trained=False):
+    if why := reasons(lambda reason: not reason.trains):
         masked += f" ({why})"
-    if why := reasons(trained=True):
+    if why := reasons(lambda reason: reason.trains and reason is not Reason.CONTEXT_OUTGROWN):
         masked += f"; made again and trained: {why}"
+    if why := reasons(lambda reason: reason is Reason.CONTEXT_OUTGROWN):
+        masked += f"; ended early: {why}"
     kinds = [f"{kind}s {_verdicts(kind, metrics)}" for kind in ("image", "video") if _verdicts(kind, metrics)]
     gaps = [
         f"{kind} {metrics[f'alignment/logprob_gap_{kind}_mean']:.4f}/{metrics[f'alignment/logprob_gap_{kind}_max']:.4f}"

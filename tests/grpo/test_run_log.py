@@ -43,6 +43,7 @@ def test_the_alignment_line_names_masked_rows_and_both_gaps():
             "alignment/media_repaired": 5.0,
             "alignment/reason/ambiguous_grid": 2.0,
             "alignment/reason/resized": 5.0,
+            "alignment/reason/context_outgrown": 1.0,
             "alignment/logprob_gap_matched_mean": 0.004,
             "alignment/logprob_gap_matched_max": 0.01,
             "alignment/logprob_gap_repaired_mean": 0.003,
@@ -50,7 +51,7 @@ def test_the_alignment_line_names_masked_rows_and_both_gaps():
         }
     )
     assert "5 repaired" in text
-    assert "2 of 8 rows masked (ambiguous_grid 2); made again and trained: resized 5;" in text
+    assert "2 of 8 rows masked (ambiguous_grid 2); made again and trained: resized 5; ended early: context_outgrown 1;" in text
     assert "matched 0.0040/0.0100, repaired 0.0030/0.0200" in text
 
 
