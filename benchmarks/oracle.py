@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.oracle_engines import ENGINES, Engine, Served
 from nemo_rl_ext.align.evidence import EngineRequest, Evidence
+from nemo_rl_ext.align.families.family import MediaFamily
 from nemo_rl_ext.align.items import MediaItem
 from nemo_rl_ext.align.turn import verify_turn
 from nemo_rl_ext.align.verdict import MediaReport, Verdict
@@ -36,6 +37,7 @@ class OracleTurn:
     token_ids: np.ndarray
     items: tuple[MediaItem, ...]
     served: tuple[Served, ...]
+    evidence: tuple[Evidence, ...]
     request: EngineRequest | None
     swapped: bool
 
@@ -67,6 +69,7 @@ def conversation(engine: Engine, rng: np.random.Generator) -> Iterator[OracleTur
             token_ids=engine.write(served[own], rng),
             items=tuple(rewritten[own]),
             served=tuple(served[own]),
+            evidence=tuple(_said(one, rng) for one in served[own]),
             request=_request(session.shares_one_budget, session.max_model_len, items[:last], served, start),
             swapped=order[own] != list(range(start, last)),
         )
@@ -86,25 +89,24 @@ def _request(
     )
 
 
-def judge(engine: Engine, turn: OracleTurn, mode: str, rng: np.random.Generator) -> Counter[str]:
+def _said(one: Served, rng: np.random.Generator) -> Evidence:
+    """The receipt of one medium; a client named one in fifty."""
+    return Evidence(
+        grid=one.geometry.grid,
+        tubelets=one.geometry.tubelets,
+        frames=one.item.frame_indices or None,
+        served=one.item.digest,
+        named=bool(rng.random() < 0.02),
+    )
+
+
+def judge(family: MediaFamily, turn: OracleTurn, mode: str) -> Counter[str]:
     """Outcomes of one turn in one mode; `wrong ...` counts proofs that what the engine had contradicts."""
-    evidence = None
-    if mode == "receipts":
-        evidence = [
-            Evidence(
-                grid=one.geometry.grid,
-                tubelets=one.geometry.tubelets,
-                frames=one.item.frame_indices or None,
-                served=one.item.digest,
-                named=bool(rng.random() < 0.02),
-            )
-            for one in turn.served
-        ]
     report = verify_turn(
         turn.token_ids,
         turn.items,
-        family=engine.family,
-        evidence=evidence,
+        family=family,
+        evidence=turn.evidence if mode == "receipts" else None,
         request=turn.request if mode != "runs" else None,
         ordered=mode == MODES[1] and not turn.swapped,
     )
@@ -124,7 +126,7 @@ def judge(engine: Engine, turn: OracleTurn, mode: str, rng: np.random.Generator)
     for judged, item, one in zip(report.media, turn.items, turn.served, strict=True):
         assert judged.verdict in PROVEN
         counts[judged.verdict.value] += 1
-        if item.digest != one.item.digest.split("@")[0]:
+        if item.content_hash != one.item.content_hash:
             counts[_kind_of_stranger(judged, item, one, mode)] += 1
         elif judged.grid != one.geometry.grid:
             counts["wrong geometry"] += 1
@@ -139,7 +141,7 @@ def _kind_of_stranger(judged: MediaReport, item: MediaItem, one: Served, mode: s
     if mode == "receipts" and judged.content_proven:
         return "wrong content"
     same = judged.static_grid is not None and judged.found == one.runs and judged.found == judged.expected
-    own = one.item.digest.split("-")[0] == item.digest.split("-")[0]
+    own = one.item.source == item.source
     return (
         "unseen: rewritten file"
         if own
@@ -162,15 +164,16 @@ def run(family: str, requests: int, seed: int, *, report_every: int = 0) -> dict
         engine = engines[number % len(engines)]
         for turn in conversation(engine, rng):
             for mode in MODES:
-                totals[mode].update(judge(engine, turn, mode, rng))
+                totals[mode].update(judge(engine.family, turn, mode))
         for counts in totals.values():
             counts["requests"] += 1
         if report_every and (number + 1) % report_every == 0:
-            print(json.dumps({"requests": number + 1, **_summary(totals)}), flush=True)
+            print(json.dumps({"requests": number + 1, **summary(totals)}), flush=True)
     return totals
 
 
-def _summary(totals: dict[str, Counter[str]]) -> dict[str, object]:
+def summary(totals: dict[str, Counter[str]]) -> dict[str, object]:
+    """Shares of masked turns, and every wrong or unseen thing, by mode."""
     return {
         mode: {
             "masked": round(counts["masked turns"] / max(counts["turns"], 1), 4),

@@ -72,7 +72,7 @@ def draw_item(rng: np.random.Generator, place: int, *, videos: float, num_frames
     """An image, or with probability `videos` a clip whose frames are evenly spaced."""
     name = f"{place}:{int(rng.integers(1 << 40)):x}"
     if rng.random() >= videos:
-        return MediaItem(size=draw_size(rng), source=f"{place}.png", digest=name)
+        return MediaItem(size=draw_size(rng), source=f"{place}.png", content_hash=name, digest=name)
     total = int(rng.integers(8, 400))
     count = min(total, int(rng.choice(num_frames)))
     frames = tuple(int(index) for index in np.linspace(0, total - 1, count).round())
@@ -82,6 +82,7 @@ def draw_item(rng: np.random.Generator, place: int, *, videos: float, num_frames
         kind="video",
         size=size,
         source=f"{place}.mp4",
+        content_hash=name,
         digest=name,
         frame_indices=frames,
         fps=fps,
@@ -91,7 +92,8 @@ def draw_item(rng: np.random.Generator, place: int, *, videos: float, num_frames
 
 def rewritten(item: MediaItem) -> MediaItem:
     """The same name and size with other content."""
-    return dataclasses.replace(item, digest=f"{item.digest}-rewritten")
+    other = f"{item.content_hash}-rewritten"
+    return dataclasses.replace(item, content_hash=other, digest=other)
 
 
 class SizeOnly(Image.Image):
