@@ -57,5 +57,68 @@ def test_rows_whose_counts_make_up_for_each_other_are_refused(policy):
         policy.forward_logprobs(collate(swapped, pad_token_id=0))
 
 
+def clip_row(family, seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, 120, 90, 3), dtype=np.uint8)
+    item = MediaItem(
+        kind="video",
+        size=(120, 90),
+        source=f"clip-{seed}",
+        load=lambda _: pixels,
+        frame_indices=(0, 6, 12, 18),
+        fps=12.0,
+        total_frames=24,
+    )
+    (geometry,) = family.static([item])
+    tensors = family.pack([item], [geometry.grid], [family.render(item, geometry.grid)])
+    own = family.grammars[1]
+    ids = [20]
+    for length in family.run_lengths(geometry, "video"):
+        ids += [own.start_id, *[own.context_id] * length, own.end_id]
+    return PolicyRow(token_ids=[*ids, 21, 22], media=(tensors.values,))
+
+
+def gradients(policy, rows):
+    policy.zero_grad()
+    policy.forward_logprobs(collate(rows, pad_token_id=0)).sum().backward()
+    return {name: value.grad.clone() for name, value in policy.trainable.items() if value.grad is not None}
+
+
+def test_a_shared_medium_is_encoded_once_with_equal_gradients(policy):
+    """A prompt group: four answers to one image, two to one clip, one that shows both."""
+    family = family_of(policy.info.path)
+    image, clip = picture_row(family, 0, (300, 280)), clip_row(family, 1)
+    both = PolicyRow(token_ids=[*clip.token_ids, *image.token_ids], media=(*clip.media, *image.media))
+    rows = [image, clip, both, image, clip, image]
+    apart = [
+        PolicyRow(
+            token_ids=row.token_ids,
+            media=tuple({key: value.clone() for key, value in values.items()} for values in row.media),
+        )
+        for row in rows
+    ]
+    tower = next(
+        module
+        for name, module in policy.model.named_modules()
+        if name.endswith(("visual", "vision_tower", "vision_model"))
+    )
+    seen = []
+    hook = tower.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(args[0] if args else kwargs["pixel_values"])),
+        with_kwargs=True,
+    )
+    try:
+        ours = gradients(policy, rows)
+        once, seen[:] = sum(seen), []
+        theirs = gradients(policy, apart)
+    finally:
+        hook.remove()
+    image_size, clip_size = (len(next(iter(row.media[0].values()))) for row in (image, clip))
+    assert once == image_size + clip_size
+    assert sum(seen) == 4 * image_size + 3 * clip_size
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
 def test_weights_for_the_engine_have_the_names_of_the_files(policy):
     assert policy.state_dict_for_engine().keys() == weight_names(policy.info.path)

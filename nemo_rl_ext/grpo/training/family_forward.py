@@ -6,8 +6,9 @@ What a model takes beside token ids is the family's to say; no key of its media 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,11 +51,46 @@ def family_logits(
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     for key in dict.fromkeys(key for row in per_token for key in row):
         inputs[key] = _stacked(key, per_token, ids)
-    joined = family.join([values for values in media if values])
-    # Stored tensors become tensors where they are joined, one alone too.
-    opened = {key: torch.cat([value]) for key, value in joined.items()}
-    logits: torch.Tensor = model(**inputs, **opened, use_cache=False).logits
+    encoded = _encoded(model, family, batch) if any(batch.media_of_row) else None
+    logits: torch.Tensor = model(**inputs, mm_encoder_outputs=encoded, use_cache=False).logits
     return logits
+
+
+def _encoded(model: PreTrainedModel, family: MediaFamily, batch: PolicyBatch) -> dict[str, Any]:
+    """What each tower makes of the batch's media, every medium encoded once and repeated for the rows that show it.
+
+    A tower takes those of the family's values that its method names, as `get_image_features` does.
+    """
+    # Stored tensors become tensors where they are joined, one alone too.
+    values = {key: torch.cat([value]) for key, value in family.join(batch.media).items()}
+    shown = [number for numbers in batch.media_of_row for number in numbers]
+    encoded = {}
+    for kind in ("image", "video"):
+        encode = getattr(model, f"get_{kind}_features", None)
+        taken = inspect.signature(encode).parameters if encode is not None else {}
+        if encode is None or not any(key in taken for key in values):
+            continue
+        output = encode(**{key: value for key, value in values.items() if key in taken}, return_dict=True)
+        own = [{key: value for key, value in media.items() if key in taken} for media in batch.media]
+        counts = [family.num_features(MediaTensors(grids=(), values=part)) for part in own]
+        features = torch.arange(sum(counts)).split(counts)
+        encoded[kind] = _laid_out(output, torch.cat([features[number] for number in shown]))
+    return encoded
+
+
+def _laid_out(output: Any, places: torch.Tensor) -> Any:
+    """A tower's output with the features at `places` [features] alone, those handed on by single layers too."""
+    output.pooler_output = _picked(output.pooler_output, places)
+    if getattr(output, "deepstack_features", None) is not None:
+        output.deepstack_features = [_picked(layer, places) for layer in output.deepstack_features]
+    return output
+
+
+def _picked(features: Any, places: torch.Tensor) -> Any:
+    """Of features in one tensor `[..., hidden]`, or in one per item, those at `places`, in the same form."""
+    if torch.is_tensor(features):
+        return features.flatten(0, -2)[places]
+    return (torch.cat(list(features))[places],)
 
 
 def _stacked(key: str, rows: list[dict[str, torch.Tensor]], ids: torch.Tensor) -> torch.Tensor:
