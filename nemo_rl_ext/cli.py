@@ -79,6 +79,12 @@ COMMANDS = (
         example="nemo-rl-ext pin CHECKPOINT PINNED --max-num-patches 8190",
     ),
     Command(
+        name="size",
+        summary="Cores, memory and network that alignment takes per step.",
+        function="nemo_rl_ext.rollout.command:size",
+        example="nemo-rl-ext size CHECKPOINT --prompts 64,256 --gpus 8,64",
+    ),
+    Command(
         name="inspect",
         summary="Check stored rollouts against their media.",
         function="nemo_rl_ext.report.command:inspect",

@@ -67,7 +67,19 @@ cli.main()
 
 
 def test_every_name_of_the_design_has_a_place():
-    names = ["census", "check", "demo", "distill", "fit", "grpo", "inspect", "launch", "pin", "report"]
+    names = [
+        "census",
+        "check",
+        "demo",
+        "distill",
+        "fit",
+        "grpo",
+        "inspect",
+        "launch",
+        "pin",
+        "report",
+        "size",
+    ]
     assert sorted(command.name for command in cli.COMMANDS) == names
     assert all(f"{command.example} ".startswith(f"nemo-rl-ext {command.name} ") for command in cli.COMMANDS)
 

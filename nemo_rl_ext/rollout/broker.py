@@ -10,6 +10,7 @@ A second one owns what could not be had again otherwise: the encoded media of re
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -86,6 +87,10 @@ class MediaBroker:
         delivered, _ = self._makers.pop(identity, (None, None))
         if delivered is not None and not delivered.done():
             delivered.set_result(outcome)
+
+    async def pid(self) -> int:
+        """The process that this broker is."""
+        return os.getpid()
 
     async def counts(self) -> dict[str, int]:
         """Values made and shared since the start, and the bytes that were made."""

@@ -161,8 +161,8 @@ class AlignerPool:
             try:
                 if lost or suspect:
                     # An actor that answers now and dies under the work was not dead before it.
-                    _, node = self._wait(actor.place.remote())
-                done = self._wait(actor.call.remote(method, work))
+                    _, node = self.result_of(actor.place.remote())
+                done = self.result_of(actor.call.remote(method, work))
                 serves = True
                 return done
             except RayError as error:
@@ -188,7 +188,7 @@ class AlignerPool:
             "objects that Ray lost; the log lines above say how"
         )
 
-    def _wait(self, result: Any) -> Any:
+    def result_of(self, result: Any) -> Any:
         """A call's result; where it is late, a log line says that aligners may wait for CPUs."""
         done, _ = ray.wait([result], timeout=min(WAIT_FOR_CPU_S, self._timeout_s), fetch_local=False)
         if not done:

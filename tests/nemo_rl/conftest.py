@@ -128,7 +128,7 @@ def ray_head():
 
 
 @contextlib.contextmanager
-def running_head():
+def running_head(object_store_memory: int = 800_000_000):
     """A Ray head on ports and a directory of its own, so that neither another cluster nor another run is met."""
     paths = [str(HERE), str(HERE.parents[1]), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)]
     env = {
@@ -144,7 +144,7 @@ def running_head():
     for _ in range(MAX_STARTS):
         # Ray's socket paths must stay short; pytest's directories are long.
         directory = tempfile.mkdtemp(prefix="nrx-", dir="/tmp")
-        head, port = _start_head(directory, env)
+        head, port = _start_head(directory, env, object_store_memory)
         if _is_up(head, Path(directory)):
             break
         _stop_head(head, directory)
@@ -172,7 +172,9 @@ def running_head():
 MAX_STARTS = 5
 
 
-def _start_head(directory: str, env: dict[str, str]) -> tuple[subprocess.Popen, int]:
+def _start_head(
+    directory: str, env: dict[str, str], object_store_memory: int
+) -> tuple[subprocess.Popen, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -187,7 +189,7 @@ def _start_head(directory: str, env: dict[str, str]) -> tuple[subprocess.Popen, 
                 "--num-cpus=16",
                 "--include-dashboard=false",
                 f"--temp-dir={directory}",
-                "--object-store-memory=800000000",
+                f"--object-store-memory={object_store_memory}",
                 "--disable-usage-stats",
             ],
             env=env,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -128,8 +129,9 @@ def prepare(config, monkeypatch, actor, base_url="http://edge"):
     return processor, train, start_actor(config, processor.tokenizer, actor, monkeypatch, base_url)
 
 
-def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_url="http://edge"):
-    """Trajectories of one training step, through NeMo-RL's collector and replay buffer."""
+@contextlib.contextmanager
+def collecting(config, monkeypatch, *, actor="EdgeAlignedNemoGym", base_url="http://edge"):
+    """NeMo-RL's NemoGym actor, collector and replay buffer, and a call that starts the collection."""
     from nemo_rl.algorithms.async_utils import AsyncTrajectoryCollector, ReplayBuffer
     from nemo_rl.data.collate_fn import rl_collate_fn
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -156,8 +158,17 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
         num_workers=0,
     )
     ray.get(collector.set_weight_version.remote(0))
-    collector.start_collection.remote(loader)
     try:
+        yield gym, collector, buffer, lambda: collector.start_collection.remote(loader)
+    finally:
+        for handle in (collector, buffer, gym):
+            ray.kill(handle)
+
+
+def collect(config, monkeypatch, *, groups=2, **edge):
+    """Trajectories of one training step, through NeMo-RL's collector and replay buffer."""
+    with collecting(config, monkeypatch, **edge) as (_, collector, buffer, start):
+        start()
         # As NeMo-RL's trainer waits: groups of a later step may come before the last one of this. Four processes import
         # NeMo-RL first, which takes minutes on a busy machine: the test's timeout ends this.
         while True:
@@ -168,9 +179,6 @@ def collect(config, monkeypatch, *, actor="EdgeAlignedNemoGym", groups=2, base_u
             if sample is not None:
                 return sample["trajectories"]
             time.sleep(0.5)
-    finally:
-        for handle in (collector, buffer, gym):
-            ray.kill(handle)
 
 
 def rollout_in_driver(

@@ -8,10 +8,14 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import time
 import traceback
 from pathlib import Path
+
+# A busy machine starts nodes slowly.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
 
 import numpy as np
 import ray

@@ -180,7 +180,7 @@ KINDS = (
 def test_whatever_ray_loses_the_work_is_done_and_the_pool_is_whole(pool, monkeypatch, kind):
     """Both actors of the pool lose a call in this way; none of them may be missing afterwards."""
     errors = [lost(kind), lost(kind)]
-    wait = pool._wait
+    wait = pool.result_of
 
     def losing(result):
         done = wait(result)
@@ -188,7 +188,7 @@ def test_whatever_ray_loses_the_work_is_done_and_the_pool_is_whole(pool, monkeyp
             raise errors.pop()
         return done
 
-    monkeypatch.setattr(pool, "_wait", losing)
+    monkeypatch.setattr(pool, "result_of", losing)
     (turn,) = pool.submit_align([request(pool.family, (165,), ["a.png"], "r1")]).result(timeout=120)
     assert turn.report.repaired and not turn.report.neutral and not errors
     assert pool.num_idle == 2 and len(set(pool.pids())) == 2
