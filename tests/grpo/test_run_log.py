@@ -51,7 +51,10 @@ def test_the_alignment_line_names_masked_rows_and_both_gaps():
         }
     )
     assert "5 repaired" in text
-    assert "2 of 8 rows masked (ambiguous_grid 2); made again and trained: resized 5; ended early: context_outgrown 1;" in text
+    assert (
+        "2 of 8 rows masked (ambiguous_grid 2); made again and trained: resized 5; ended early: context_outgrown 1;"
+        in text
+    )
     assert "matched 0.0040/0.0100, repaired 0.0030/0.0200" in text
 
 

@@ -89,3 +89,43 @@ def test_two_steps_through_gym_are_aligned_and_rewarded_as_in_process(tiny_check
     assert len(rollouts) >= 8
     for row, rollout in rollouts:
         assert rollout.reward == pytest.approx(scorer(rollout.text, row.verifier_metadata)["reward"])
+
+
+def test_turns_of_several_tokens_with_a_picture_in_each_are_aligned_turn_by_turn(tiny_checkpoint, tmp_path):
+    """configs/embedded_gym.yaml, two steps of it: a tool that returns an image, re-sized earlier turns, two updates."""
+    pytest.importorskip("vllm")
+    from nemo_rl_ext.grpo.config import load_config
+    from nemo_rl_ext.grpo.loop import run_grpo
+
+    config = load_config(
+        ROOT / "configs" / "embedded_gym.yaml",
+        [
+            f"policy.model_name={tiny_checkpoint}",
+            "policy.build_tiny_checkpoint=false",
+            f"data.train.data_path={ROOT}/gym_resources/responses_api_agents/second_look/data/example.jsonl",
+            f"logger.log_dir={tmp_path}/run",
+            "logger.report_enabled=false",
+            "grpo.max_num_steps=2",
+            "checkpointing.enabled=false",
+            f"env.nemo_gym.venv={VENV}",
+            f"env.nemo_gym.root={ROOT}/gym_resources",
+        ],
+    )
+    run_grpo(config, console=Console(quiet=True))
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["alignment/rows"] == 32 and record["alignment/rows_masked"] == 0
+        assert record["train/mean_gen_tokens_per_sample"] > 16
+        assert record["train/num_sequences"] > record["train/num_rollouts"]
+        assert record["alignment/media_matched"] > 2 * 32, (
+            "the pictures of later turns are known from the result alone"
+        )
+        assert record["alignment/reason/context_outgrown"] > 0
+        assert record["train/weight_age"] <= 1
+        assert record["alignment/logprob_gap_share"] > 0.5
+        assert record["alignment/logprob_gap_matched_mean"] < 0.02
+        assert record["train/is_oob_ratio"] < 0.5
+    # A step's second update meets the clip.
+    assert max(record["train/clip_fraction"] for record in records) > 0
+    assert min(record["train/groups_without_variance"] for record in records) < 1
