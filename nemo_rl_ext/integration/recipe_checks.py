@@ -19,6 +19,7 @@ def check_recipe(config: Any) -> None:
     """
     _refuse_legacy_video_loader(config)
     _refuse_pruning(config)
+    _refuse_device_processor(config)
     _refuse_data_plane(config)
     backend = pick(config, "policy.generation.backend")
     if backend != "vllm":
@@ -88,6 +89,22 @@ def _refuse_pruning(config: Any) -> None:
             raise RecipeError(
                 f"{path}={rate!r} lets the engine prune video tokens (EVS): the pruned frames cannot be trained on. "
                 "Set it to 0, or switch grpo.media_alignment off"
+            )
+
+
+_DEVICE_PATHS = (
+    "policy.generation.vllm_kwargs.mm_processor_device",
+    "policy.generation.vllm_kwargs.mm_processor_kwargs.device",
+)
+
+
+def _refuse_device_processor(config: Any) -> None:
+    for path in _DEVICE_PATHS:
+        device = pick(config, path)
+        if device not in (None, "auto", "cpu"):
+            raise RecipeError(
+                f"{path}={device!r} resizes media on that device, where the last bits are others than the trainer's: "
+                f"no receipt shows it. Set it to cpu, or switch {BLOCK} off"
             )
 
 

@@ -177,3 +177,47 @@ def test_what_the_engine_wrote_is_proven_and_made_again_bit_for_bit(engine, name
         assert sum(int((counted == token).sum()) for token in tokens) == family.num_features(aligned.tensors)
     assert compared >= 6
     assert bool(repaired) or not own_limits
+
+
+QWEN_ARGUMENTS = (
+    {"size": {"shortest_edge": 3136, "longest_edge": 20000}},
+    {"max_pixels": 30000},
+    {"min_pixels": 100000},
+    {"min_pixels": 3136, "max_pixels": 30000},
+    {"images_kwargs": {"min_pixels": 90000}},
+    {"videos_kwargs": {"size": {"shortest_edge": 3136, "longest_edge": 20000}}},
+    {"images_kwargs": {"max_pixels": 30000}, "videos_kwargs": {"max_pixels": 20000}},
+)
+
+
+def test_a_known_argument_does_what_the_family_says_and_another_is_refused(engine, name, family):
+    """`mm_processor_kwargs`: what `served_with` makes of them is what the engine's processor does."""
+    rng = np.random.default_rng(8)
+    items = [draw(rng, index) for index in range(4)]
+    assert {item.kind for item in items} == {"image", "video"}
+    known = ({"max_patches": 3}, {"max_patches": 20}) if name == "internvl" else QWEN_ARGUMENTS
+    differing = set()
+    for arguments in known:
+        _, values = applied(engine, name, items, arguments)
+        of_kind = {kind: iter(media) for kind, media in values.items()}
+        theirs = [family.captured(item, small(next(of_kind[item.kind]))) for item in items]
+        ours = list(family.served_with(arguments).static(items))
+        assert ours == theirs, arguments
+        differing.add(ours != list(family.static(items)))
+    assert True in differing
+    for arguments in (
+        {"device": "cuda"},
+        {"do_sample_frames": True},
+        {"fps": 1},
+        {"cap_pixels_per_frame": True},
+    ):
+        with pytest.raises(ValueError, match=f"mm_processor_kwargs.{next(iter(arguments))}: what it does"):
+            family.served_with(arguments)
+
+
+def test_limits_of_one_kind_beside_limits_of_all_are_refused(name, family):
+    """Qwen2.5-VL's processor drops the one, Qwen3-VL's keeps both."""
+    with pytest.raises(ValueError, match="mm_processor_kwargs"):
+        family.served_with({"max_pixels": 50000, "videos_kwargs": {"max_pixels": 20000}})
+    with pytest.raises(ValueError, match="(images|videos)_kwargs: what it does"):
+        family.served_with({"videos_kwargs": {"images_kwargs": {}}})

@@ -260,6 +260,14 @@ def test_pruned_video_is_refused_only_while_alignment_is_on(write):
     assert config.policy.generation.vllm_cfg.video_pruning_rate == 0.3
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["mm_device_do_normalize=false", "mm_processor_device=cuda", "media_io_kwargs={video: {num_frames: 4}}"],
+)
+def test_an_engine_option_that_changes_pixels_and_is_not_read_is_refused_by_name(write, option):
+    assert f"vllm_cfg.{option.split('=')[0]}" in fault(write(MINIMAL), f"policy.generation.vllm_cfg.{option}")
+
+
 def test_known_keys_are_what_an_override_can_set(write):
     keys = list(known_keys(Config))
     assert "policy.generation.vllm_cfg.limit_mm_per_prompt.image" in keys

@@ -75,6 +75,19 @@ def test_pruning_is_refused(generation):
 
 
 @pytest.mark.parametrize(
+    "kwargs", [{"mm_processor_device": "cuda"}, {"mm_processor_kwargs": {"device": "cuda:0"}}]
+)
+def test_a_media_processor_on_the_accelerator_is_refused(kwargs):
+    with pytest.raises(RecipeError, match=r"device='cuda.*' resizes media on that device"):
+        check_recipe(recipe(vllm_kwargs=kwargs))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_media_processor_on_the_host_is_taken(device):
+    check_recipe(recipe(vllm_kwargs={"mm_processor_device": device, "mm_device_do_normalize": True}))
+
+
+@pytest.mark.parametrize(
     ("path", "value", "named"),
     [
         (("data_plane",), {"enabled": True}, "data_plane.enabled=True builds the train batch without media"),

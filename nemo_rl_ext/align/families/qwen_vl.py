@@ -65,6 +65,8 @@ LIMIT_PLACES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
     },
 )
 """Engine and trainer read the same file."""
+_SCOPES = ("images_kwargs", "videos_kwargs")
+"""Arguments of a processor that hold those of one kind of media."""
 IMAGE, VIDEO = 0, 1
 """Positions of the two grammars, and, plus one, the token types of transformers."""
 _NEXT_TUBELET = re.compile(r"<\|vision_end\|><(\d+\.\d) seconds>\Z")
@@ -106,14 +108,15 @@ class QwenVLFamily:
 
     def served_with(self, arguments: Mapping[str, Any]) -> QwenVLFamily:
         known = ("size", "min_pixels", "max_pixels")
-        flat = {
-            key: value for key, value in arguments.items() if key not in ("images_kwargs", "videos_kwargs")
-        }
-        of_images, of_videos = (
-            {**flat, **(arguments.get(key) or {})} for key in ("images_kwargs", "videos_kwargs")
-        )
-        for scope in (of_images, of_videos):
-            refuse_arguments(scope, known=(*known, "images_kwargs", "videos_kwargs"))
+        flat = {key: value for key, value in arguments.items() if key not in _SCOPES}
+        of_images, of_videos = (dict(arguments[key]) if arguments.get(key) else flat for key in _SCOPES)
+        for scope in (flat, of_images, of_videos):
+            refuse_arguments(scope, known=known)
+        if flat and (scoped := [key for key in _SCOPES if arguments.get(key)]):
+            raise ValueError(
+                f"mm_processor_kwargs: {', '.join(flat)} beside {', '.join(scoped)}: which of them counts for which "
+                f"medium differs between processors; give all of them in {' and '.join(_SCOPES)}"
+            )
         return dataclasses.replace(
             self, image=self.image.with_arguments(of_images), video=self.video.with_arguments(of_videos)
         )
