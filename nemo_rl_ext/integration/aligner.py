@@ -90,7 +90,7 @@ class NemoRLAligner:
                 continue
             # The very file that was checked: its name may lead elsewhere a moment later.
             with open_local(reference, self.config.media_policy) as file, Image.open(file) as image:
-                encoded.append(image_to_data_url(resolve_to_image(image.convert("RGB"))))
+                encoded.append(image_to_data_url(image.convert("RGB")))
         return encoded
 
     def align(self, turns: Sequence[NemoRLTurnRequest]) -> list[AlignedTurn]:
