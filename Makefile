@@ -4,6 +4,7 @@
 # WORKERS=n       processes that run tests; 0: this one
 VENV ?= .venv
 NEMO_RL ?=
+VLLM ?=
 FAMILY ?=
 PYTHON ?=
 TORCH_INDEX ?=
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-quick test-nemo-rl gym bench lint
+.PHONY: help setup demo docs test test-quick test-vllm test-nemo-rl gym bench lint
 
 help:
 	@echo "make setup                    environment in $(VENV); VENV=dir for another place"
@@ -23,6 +24,7 @@ help:
 	@echo "make demo FAMILY=name         the same on the tiny checkpoint of qwen3_vl, qwen2_5_vl or internvl"
 	@echo "make test                     every test that needs neither a NeMo-RL checkout nor NeMo-Gym"
 	@echo "make test-quick               the tests that need no engine"
+	@echo "make test-vllm VLLM=version   the tests that depend on vLLM against another version, in an environment of its own"
 	@echo "make test-nemo-rl NEMO_RL=dir the tests against a NeMo-RL checkout, in an environment of their own"
 	@echo "make gym                      the separate environment of NeMo-Gym (Python >= 3.12)"
 	@echo "make bench                    the benchmarks"
@@ -47,6 +49,9 @@ test: setup
 
 test-quick: setup
 	@$(BIN)/python $(PYTEST) -m "not engine and not slow and not nemo_rl and not gym" $(ARGS)
+
+test-vllm: setup
+	@PYTHON="$(abspath $(BIN))/python" TORCH_INDEX="$(TORCH_INDEX)" ARGS="$(ARGS)" scripts/vllm_env.sh "$(VLLM)"
 
 test-nemo-rl:
 	@scripts/nemo_rl_env.sh "$(NEMO_RL)"

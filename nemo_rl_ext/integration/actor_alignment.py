@@ -242,16 +242,18 @@ class ActorAlignment:
             return conversation
         if self._store is None:
             self._store = actor_handle()
-        wanted = [turn for turn in conversation.turns if turn.receipt is None and turn.logprobs]
+
+        def wants_more(turn: GymTurn) -> bool:
+            return bool(turn.logprobs) and (turn.receipt is None or turn.receipt.has_places_only)
+
+        wanted = [turn for turn in conversation.turns if wants_more(turn)]
         found: list[Receipt | None] = []
         if wanted and self._store is not None:
             keys = [rollout_key(turn.request_ids, turn.sampled_ids, turn.logprobs) for turn in wanted]
             found = await asyncio.wrap_future(self._store.get.remote(keys).future())
         stored = iter(found or [None] * len(wanted))
         turns = tuple(
-            dataclasses.replace(turn, receipt=next(stored))
-            if turn.receipt is None and turn.logprobs
-            else turn
+            dataclasses.replace(turn, receipt=next(stored) or turn.receipt) if wants_more(turn) else turn
             for turn in conversation.turns
         )
         self._report_source(turns)

@@ -58,7 +58,7 @@ def evidence_of(
                 grid=geometry.grid if geometry is not None else None,
                 tubelets=geometry.tubelets if geometry is not None and item.kind == "video" else None,
                 frames=frames or None,
-                runs=_feature_runs(item, is_context),
+                runs=_known_runs(item, is_context),
                 served=item.served or "",
                 named=item.named,
             )
@@ -68,6 +68,25 @@ def evidence_of(
 
 def _content(item: ItemReceipt) -> tuple[object, ...]:
     return item.kind, item.served, item.geometry, item.frames
+
+
+def _known_runs(item: ItemReceipt, is_context: np.ndarray) -> tuple[tuple[int, int], ...] | None:
+    """Where an item's features lie; None where that is told by a range alone which the ids contradict.
+
+    Such a range may be of other ids: NeMo-RL's server replaces a prompt's ids and leaves its ranges as they were.
+    """
+    found = _feature_runs(item, is_context)
+    if item.is_place and not all(_is_run(*run, is_context) for run in found):
+        return None
+    return found
+
+
+def _is_run(start: int, length: int, is_context: np.ndarray) -> bool:
+    end = start + length
+    if start < 0 or end > len(is_context):
+        return False
+    beside = is_context[start - 1 : start].any() or is_context[end : end + 1].any()
+    return bool(is_context[start:end].all() and not beside)
 
 
 def _feature_runs(item: ItemReceipt, is_context: np.ndarray) -> tuple[tuple[int, int], ...]:

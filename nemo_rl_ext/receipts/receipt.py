@@ -49,6 +49,11 @@ class ItemReceipt(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     geometry: dict[str, Any] | None = None
     frames: Frames | None = None
 
+    @property
+    def is_place(self) -> bool:
+        """Whether it says where the item lies and nothing of the item itself."""
+        return self.pixels is None and self.served is None and self.geometry is None
+
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One engine request: its prompt, and its media in prompt order.
@@ -64,6 +69,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     max_model_len: int | None = None
     processor_cache: str | None = None
     mm_processor_kwargs: dict[str, Any] = {}
+
+    @property
+    def has_places_only(self) -> bool:
+        """Whether it is vLLM's own account, which a receipt that names pixels goes before."""
+        return bool(self.items) and all(item.is_place for item in self.items)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -95,11 +95,26 @@ def _answering(original: Any) -> Any:
         response = await original(*bound.args, **bound.kwargs)
         receipt = recorder.take(bound.arguments["request_id"])
         if receipt is not None and last and hasattr(response, "choices"):
-            setattr(response, FIELD, receipt.as_dict())
+            response = _with_field(response, receipt)
             await _store(last[0], receipt)
         return response
 
     return generate
+
+
+def _with_field(response: Any, receipt: Receipt) -> Any:
+    """The response with its receipt; `/inference/v1/generate` answers with a model that takes no further fields."""
+    kind: Any = type(response)
+    if kind.model_config.get("extra") == "allow":
+        setattr(response, FIELD, receipt.as_dict())
+        return response
+    fields = {name: getattr(response, name) for name in kind.model_fields}
+    return _open_kind(kind).model_construct(**fields, **{FIELD: receipt.as_dict()})
+
+
+@functools.cache
+def _open_kind(kind: Any) -> Any:
+    return type(kind.__name__, (kind,), {"model_config": {"extra": "allow"}, "__module__": kind.__module__})
 
 
 def _streaming(original: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_ext.receipts.placeholders import receipt_of_placeholders
 from nemo_rl_ext.receipts.receipt import Receipt, read_receipt
 
 logger = logging.getLogger(__name__)
@@ -122,12 +123,14 @@ def _turns(output: Sequence[Mapping[str, Any]], observed: Any) -> Iterator[GymTu
 
 
 def receipt_in(item: Mapping[str, Any]) -> Receipt | None:
-    """The receipt beside an item's token ids; one that cannot be read is none."""
-    values = item.get("media_receipt")
-    if not isinstance(values, Mapping):
-        return None
+    """The receipt beside an item's token ids, or vLLM's own account of its media; one that cannot be read is none."""
+    values, places = item.get("media_receipt"), item.get("mm_placeholders")
     try:
-        return read_receipt(values)
+        if isinstance(values, Mapping):
+            return read_receipt(values)
+        if isinstance(places, Mapping):
+            return receipt_of_placeholders(item.get("prompt_token_ids") or (), places)
+        return None
     except ValueError as error:
         logger.warning("a media receipt in a Gym result is not used: %s", error)
         return None

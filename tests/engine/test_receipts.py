@@ -144,3 +144,30 @@ def _request(ids, images):
     from nemo_rl_ext.grpo.engine.requests import GenerationRequest
 
     return GenerationRequest(prompt_token_ids=ids, images=images, max_new_tokens=2)
+
+
+def test_which_weights_drew_which_token_without_vllms_own_record(engine, monkeypatch):
+    """vLLM before 0.32 keeps none."""
+
+    def spans():
+        from nemo_rl_ext.grpo.engine.requests import GenerationRequest
+
+        request = GenerationRequest(prompt_token_ids=[40, 41], n=2, max_new_tokens=9, ignore_eos=True)
+        name, done, first = engine.add(request), {}, engine.version
+        for step in range(100):
+            if step in (3, 5):
+                engine.set_version(engine.version + 1)
+            done.update(dict(engine.step()))
+            if name in done:
+                break
+        return [
+            [(version - first, start, end) for version, start, end in output.weight_versions]
+            for output in done[name].outputs
+        ]
+
+    said = spans()
+    monkeypatch.setattr(engine._versions, "recorded_by_vllm", False)
+    assert spans() == said
+    for (old, begin, change), (new, resumed, later), (newest, last, end) in said:
+        assert (old, new, newest, begin, end) == (0, 1, 2, 0, 9)
+        assert 0 < change == resumed < later == last < 9

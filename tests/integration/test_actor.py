@@ -5,6 +5,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from nemo_rl_ext.integration.actor_alignment import ActorAlignment
 from nemo_rl_ext.integration.neutral import NeutralMedia
 from nemo_rl_ext.integration.rollout_result import PLAN_KEY, RECORD_KEY
 from nemo_rl_ext.integration.settings import ACTOR_KEY
+from nemo_rl_ext.receipts.receipt import read_receipt
 from nemo_rl_ext.rollout.provenance import ROLLOUT_MATCHED_MEDIA_KEY, media_of
 
 
@@ -128,6 +130,41 @@ def test_a_request_with_other_media_than_the_row_s_is_masked_by_name(alignment, 
     for reason, result in ((Reason.MEDIA_GONE, gone), (Reason.CONTENT_CHANGED, changed)):
         found = plan(alignment(evidence="receipt"), row, result)
         assert found.record.neutral and reason in found.record.reports[0].reasons()
+
+
+class StoreStandIn:
+    """The store's actor at the edge of this process: it answers every key with one receipt."""
+
+    def __init__(self, receipt):
+        self.get, self._receipt = self, receipt
+
+    def remote(self, keys):
+        self._keys = keys
+        return self
+
+    def future(self):
+        done = Future()
+        done.set_result([self._receipt] * len(self._keys))
+        return done
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_engines_own_places_count_where_nothing_better_is_stored(alignment, rows, stored):
+    row = rows.row([rows.url(160, 320)])
+    result = rows.result(row, [50])
+    (item,) = result["response"]["output"]
+    item |= {
+        "generation_log_probs": [-1.0, -1.0],
+        "mm_placeholders": {"image": [{"offset": 1, "length": 52}]},
+    }
+    (full,) = rows.result(row, [50], grids=[[10, 20]])["response"]["output"]
+    found = alignment(evidence="receipt")
+    found._store = StoreStandIn(read_receipt(full["media_receipt"]) if stored else None)
+    (report,) = plan(found, row, result).record.reports
+    assert report.media[0].verdict is Verdict.MATCHED and report.media[0].content_proven == stored
+    item["mm_placeholders"]["image"].append({"offset": 53, "length": 1})
+    report = plan(found, row, result).record.reports[0]
+    assert (Reason.MEDIA_ADDED in report.reasons()) != stored
 
 
 def test_a_matched_row_is_proven_by_its_file_alone(alignment, rows):

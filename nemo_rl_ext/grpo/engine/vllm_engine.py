@@ -2,7 +2,7 @@
 """vLLM in this process: its arguments, requests in and outputs out, weights into the running model.
 
 Not thread-safe, and torch keeps state per thread: one thread builds it and makes every call.
-Written against vLLM 0.32.
+Written against vLLM 0.32; what earlier versions lack is in `vllm_setup` and `weight_versions`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from nemo_rl_ext.grpo.engine.requests import (
     GenerationResult,
 )
 from nemo_rl_ext.grpo.engine.vllm_setup import configure, keep_weights_in_place, prepare_environment
+from nemo_rl_ext.grpo.engine.weight_versions import Spans, WeightVersions
 from nemo_rl_ext.guards.sampling import MediaTokenBan
 from nemo_rl_ext.models.checkpoint import require_checkpoint, weight_names
 from nemo_rl_ext.receipts import recorder
@@ -83,6 +84,9 @@ class VllmEngine:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             enforce_eager=config.enforce_eager,
             limit_mm_per_prompt=config.limit_mm_per_prompt.model_dump(),
+            # The memory for keys and values is given. vLLM before 0.32 would run the vision tower in float32 before the
+            # hook below is there.
+            skip_mm_profiling=True,
             logprobs_mode=config.logprobs_mode,
             mm_processor_cache_gb=config.mm_processor_cache_gb,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -118,8 +122,13 @@ class VllmEngine:
         self._weight_names = weight_names(self.info.path)
         self._running: dict[str, _Rendered] = {}
         self._num_added = 0
-        self.version = 0
+        self._versions = WeightVersions(self._engine)
         self.set_version(0)
+
+    @property
+    def version(self) -> int:
+        """The weights that draw the next tokens."""
+        return self._versions.current
 
     @property
     def num_running(self) -> int:
@@ -128,8 +137,7 @@ class VllmEngine:
 
     def set_version(self, version: int) -> None:
         """Label what is sampled from now on."""
-        self._engine.set_weight_version(str(version))
-        self.version = version
+        self._versions.change(version)
 
     def add(self, request: GenerationRequest) -> str:
         """Queue a request and return its id.
@@ -165,6 +173,7 @@ class VllmEngine:
                 self._forget_encoder_outputs()
             raise _refusal(request, error) from error
         self._num_added += 1
+        self._versions.begin(name)
         self._running[name] = _Rendered(
             request=request,
             prompt_token_ids=np.asarray(engine_input["prompt_token_ids"], dtype=np.int32),
@@ -204,7 +213,8 @@ class VllmEngine:
         for output in self._engine.step():
             if output.finished:
                 rendered = self._running.pop(output.request_id)
-                finished.append((output.request_id, _result(rendered, output, self.version)))
+                finished.append((output.request_id, _result(rendered, output, self._versions)))
+                self._versions.end(output.request_id)
         return finished
 
     def refuse(self, request: GenerationRequest, error: Exception) -> GenerationResult:
@@ -276,7 +286,7 @@ def _refusal(request: GenerationRequest, error: Exception) -> ValueError:
     return kind(f"request {request.name!r}: the engine refused it: {type(error).__name__}: {error}")
 
 
-def _result(rendered: _Rendered, output: Any, version: int) -> GenerationResult:
+def _result(rendered: _Rendered, output: Any, weights: WeightVersions) -> GenerationResult:
     sequences = tuple(
         GeneratedSequence(
             token_ids=np.asarray(completion.token_ids, dtype=np.int32),
@@ -288,9 +298,7 @@ def _result(rendered: _Rendered, output: Any, version: int) -> GenerationResult:
                 dtype=np.float32,
             ),
             finish_reason=completion.finish_reason,
-            weight_versions=tuple(
-                (int(span.version), span.start, span.end) for span in completion.weight_versions or ()
-            ),
+            weight_versions=_spans(output.request_id, completion, weights),
         )
         for completion in sorted(output.outputs, key=lambda completion: completion.index)
     )
@@ -299,7 +307,14 @@ def _result(rendered: _Rendered, output: Any, version: int) -> GenerationResult:
         name=rendered.request.name,
         prompt_token_ids=rendered.prompt_token_ids,
         outputs=sequences,
-        weight_version_start=min(versions, default=version),
-        weight_version_end=max(versions, default=version),
+        weight_version_start=min(versions, default=weights.current),
+        weight_version_end=max(versions, default=weights.current),
         receipt=rendered.receipt,
     )
+
+
+def _spans(name: str, completion: Any, weights: WeightVersions) -> Spans:
+    own = weights.spans(name, completion.index, len(completion.token_ids))
+    if not weights.recorded_by_vllm:
+        return own
+    return tuple((int(span.version), span.start, span.end) for span in completion.weight_versions or ())

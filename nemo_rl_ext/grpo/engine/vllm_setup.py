@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32 needs to run in this process, on a CPU, with weights that change: set before and around its start."""
+"""What vLLM needs to run in this process, on a CPU, with weights that change: set before and around its start."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """What vLLM reads at import; a value that is already set stays, except where the engine depends on it."""
+
+OLDER_NAMES = {"NemotronH_Omni_Reasoning_V3": "NemotronH_Nano_Omni_Reasoning_V3"}
+"""Architectures that vLLM before 0.32 does not list, and the name that it has for the same model."""
 
 _REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING",)
 
@@ -69,4 +72,20 @@ def configure(config: EngineConfig, overrides: Mapping[str, Any], hf_config: Any
         if part is not None:
             part.dtype = dtype
     hf_config.update({**overrides, **config.hf_overrides})
+    hf_config.architectures = [_known_name(name, hf_config) for name in hf_config.architectures or ()]
     return hf_config
+
+
+def _known_name(architecture: str, hf_config: Any) -> str:
+    """The name under which this vLLM has an architecture, where it has the same model under an earlier one."""
+    from vllm import ModelRegistry
+
+    older = OLDER_NAMES.get(architecture)
+    if older is None or architecture in ModelRegistry.get_supported_archs():
+        return architecture
+    if getattr(hf_config, "num_nextn_predict_layers", 0):
+        raise ValueError(
+            "this checkpoint predicts several tokens (num_nextn_predict_layers), and this vLLM leaves out the layer "
+            "norm that its vision tower then has; use vLLM 0.32 or newer"
+        )
+    return older
