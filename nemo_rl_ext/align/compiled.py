@@ -9,12 +9,10 @@ gives the same values.
 from __future__ import annotations
 
 import logging
-import os
-import stat
-import tempfile
 import threading
-from pathlib import Path
 from types import ModuleType
+
+from nemo_rl_ext.disk import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ def _import() -> ModuleType | None:
             if "cannot cache" not in str(error):
                 raise
             # Neither the package's directory nor the user's cache can be written to.
-            numba.config.CACHE_DIR = str(_private_folder())
+            numba.config.CACHE_DIR = str(private_folder("nemo-rl-ext-kernels"))
             from nemo_rl_ext.align import kernels
     except ImportError as error:
         logger.info("no compiled kernels, resizing takes three times as long: %s", error)
@@ -60,20 +58,6 @@ def _import() -> ModuleType | None:
         logger.warning("no compiled kernels, resizing takes three times as long: %s", error)
         return None
     return kernels
-
-
-def _private_folder() -> Path:
-    """A folder of this user alone among the temporary files: compiled code is loaded from it.
-
-    Raises:
-        OSError: it is somebody else's, or cannot be made.
-    """
-    folder = Path(tempfile.gettempdir()) / f"nemo-rl-ext-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not this user's own; remove it, or set NUMBA_CACHE_DIR")
-    return folder
 
 
 def _own_no_dunder_names() -> None:

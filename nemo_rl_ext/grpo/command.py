@@ -85,8 +85,11 @@ def _unused(path: Path) -> Path:
 
 def _end_as_asked(config: "Config", *, resume: bool, overwrite: bool, allow_changes: bool) -> None:
     """Run; SIGTERM ends with its own code."""
+    from nemo_rl_ext.disk import require_home
     from nemo_rl_ext.grpo.termination import EXIT_CODE, Terminated, raise_on_sigterm
 
+    # Before anything is imported that looks for its caches.
+    require_home()
     raise_on_sigterm()
     try:
         _run(config, resume=resume, overwrite=overwrite, allow_changes=allow_changes)

@@ -49,6 +49,9 @@ def size(
     if costs is not None:
         measured = _read(costs)
     else:
+        from nemo_rl_ext.disk import require_home
+
+        require_home()
         from nemo_rl_ext.rollout.calibration import calibrate
 
         assert checkpoint is not None
