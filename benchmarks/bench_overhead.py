@@ -18,14 +18,14 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.measure import Check, Effort, Section, Table, ratio, seconds
+from benchmarks.measure import Check, Effort, Section, Table, quartiles, ratio, seconds
 
 CONFIG = Path(__file__).parents[1] / "configs" / "embedded_async.yaml"
 PROMPTS = 8
 SHARES = (0.1, 0.5, 1.0)
 SIZES = ((640, 480), (300, 1024), (300, 1024))
 """(width, height) of a row's pictures: the first alone fits the 512 tokens of the demo's engine, all three do not."""
-TARGET = 0.01
+TARGET = 1.01
 
 
 @dataclass(kw_only=True)
@@ -179,7 +179,8 @@ def run(effort: Effort) -> Section:
 
 def _section(pairs: dict[bool, list[Step]], shares: dict[float, list[Step]]) -> Section:
     on, off = pairs[True], pairs[False]
-    wall = statistics.median(a.wall / b.wall for a, b in zip(on, off, strict=True))
+    ratios = [a.wall / b.wall for a, b in zip(on, off, strict=True)]
+    wall, walls = statistics.median(ratios), quartiles(ratios)
     cpu = statistics.median(a.cpu / b.cpu for a, b in zip(on, off, strict=True))
     direct = statistics.median(step.aligning / step.wall for step in on)
     rows = [
@@ -223,10 +224,10 @@ def _section(pairs: dict[bool, list[Step]], shares: dict[float, list[Step]]) -> 
         tables=[nothing, Table(columns=columns, rows=share_rows, caption=caption)],
         checks=[
             Check(
-                target="nothing-to-repair overhead < 1 % of a step",
-                measured=f"{direct:.2%} of a step inside alignment; on against off {ratio(wall)} wall, "
-                f"{ratio(cpu)} CPU",
-                met=direct < TARGET,
+                target="nothing to repair: on against off <= 1.01x wall",
+                measured=f"{ratio(wall)} ({ratio(walls[0])} to {ratio(walls[1])}), {ratio(cpu)} CPU; {direct:.2%} of a "
+                "step inside alignment",
+                met=wall <= TARGET,
             )
         ],
     )

@@ -212,7 +212,7 @@ def run(effort: Effort) -> Section:
                     timings["repair, transformers' layout"].median
                     / timings["vLLM's processor, the engine's grids"].median
                 )
-                worst[name] = (timings["repair, transformers' layout"].ratio, against_engine)
+                worst[name] = (timings["repair, transformers' layout"].quartiles[1], against_engine)
                 memory.append((name, *(mib(peak_bytes(call)) for call in made.values())))
     slowest = max(worst, key=lambda name: worst[name][0])
     engine = max(worst, key=lambda name: worst[name][1])
@@ -238,7 +238,7 @@ def run(effort: Effort) -> Section:
         ],
         checks=[
             Check(
-                target="a repair <= 1.1x the checkpoint processor's own pass",
+                target="a repair <= 1.1x the checkpoint processor's own pass, every row at its 75th percentile",
                 measured=f"at most {ratio(worst[slowest][0])} ({slowest})",
                 met=worst[slowest][0] <= TARGET,
             ),

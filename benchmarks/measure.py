@@ -27,11 +27,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds per call: the median and least over rounds, and the median ratio to the baseline of each round."""
+    """Seconds per call: the median and least over rounds, and the ratio to the baseline of each round.
+
+    `ratio` is the median over rounds, `quartiles` are its 25th and 75th percentile: how far it varies.
+    """
 
     median: float
     least: float
     ratio: float
+    quartiles: tuple[float, float]
     rounds: int
 
 
@@ -103,15 +107,28 @@ def alternate(
     finally:
         gc.enable()
     baseline = samples[next(iter(contenders))]
+    ratios = {
+        name: [own / base for own, base in zip(values, baseline, strict=True)]
+        for name, values in samples.items()
+    }
     return {
         name: Timing(
             median=statistics.median(values),
             least=min(values),
-            ratio=statistics.median(own / base for own, base in zip(values, baseline, strict=True)),
+            ratio=statistics.median(ratios[name]),
+            quartiles=quartiles(ratios[name]),
             rounds=rounds,
         )
         for name, values in samples.items()
     }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The 25th and the 75th percentile; of one value, itself."""
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def _number(call: Callable[[], Any], least_s: float) -> int:
@@ -185,12 +202,13 @@ def mib(value: float | None) -> str:
 
 
 def timing_table(cases: Mapping[str, Mapping[str, Timing]], case: str, caption: str = "") -> Table:
-    """One row per case and contender, with the ratio to the case's first contender."""
+    """One row per case and contender, with the ratio to the case's first contender and its quartiles."""
     rows = []
     for name, timings in cases.items():
         baseline = next(iter(timings))
         for contender, timing in timings.items():
-            compared = "baseline" if contender == baseline else ratio(timing.ratio)
+            low, high = map(ratio, timing.quartiles)
+            compared = "baseline" if contender == baseline else f"{ratio(timing.ratio)} ({low} to {high})"
             rows.append((name, contender, seconds(timing.median), compared))
     return Table(columns=(case, "contender", "median", "against baseline"), rows=rows, caption=caption)
 
