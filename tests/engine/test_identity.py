@@ -119,7 +119,8 @@ def test_a_file_that_is_put_back_is_itself_again(run):
 def test_tiny_and_thin_images_are_right_or_masked_by_name(run, size):
     rows = [row(image(picture(run.folder / "thin.png", *size, 5)), {"type": "input_text", "text": "?"})]
     groups, gap = run.collect(*rows)
-    assert gap < 5e-5
+    # Both sides round features to bfloat16, where another CPU's last bit may tip; wrong pixels are 0.1 apart.
+    assert gap < 1e-3
     assert all(rollout.reasons for group in groups for rollout in group.rollouts if rollout.masked)
 
 

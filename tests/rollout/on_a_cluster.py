@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligners on several Ray nodes, simulated in one machine as Ray's own tests do; run by `test_cluster.py`.
 
-python on_a_cluster.py CHECKPOINT DIRECTORY     prints the name of each scenario that held, the rest is a traceback
+python on_a_cluster.py CHECKPOINT DIRECTORY [LOSSES]     prints the name of each scenario that held, else a traceback
+
+LOSSES is the number of nodes that go, one after the other; 2 unless given, each takes about half a minute.
 """
 
 import collections
@@ -106,11 +108,11 @@ def private_mib(pids):
 
 
 def nodes_lost(made, nodes, config, expected):
-    """Five times a node goes, each later in its step, and another one comes."""
+    """Nodes go, each later in its step, and others come."""
     brokers = start_brokers()
     pool = AlignerPool(config, NODES)
     assert len({node for _, node in pool.places()}) == NODES, "one aligner on each node"
-    for moment in range(5):
+    for moment in range(LOSSES):
         pictures = [40 * moment + number % 40 for number in range(120)]
         futures = [
             pool.submit_align([turn(pool.family, picture, f"r{number}")])
@@ -206,7 +208,8 @@ def actor_and_brokers_killed(made, nodes, config, expected):
 SCENARIOS = (nodes_lost, actor_and_brokers_killed, store_too_small, trainer_slower_than_generation)
 
 if __name__ == "__main__":
-    checkpoint, directory = sys.argv[1:]
+    checkpoint, directory, *losses = sys.argv[1:]
+    LOSSES = int(losses[0]) if losses else 2
     config = config_of(Path(checkpoint), Path(directory))
     expected = Expected(config)
     with cluster() as (made, nodes):
