@@ -48,12 +48,7 @@ def conversation(engine: Engine, rng: np.random.Generator) -> Iterator[OracleTur
     cuts = sorted(rng.integers(1, total + 1, int(rng.integers(0, 3))).tolist())
     spans = [(first, last) for first, last in zip([0, *cuts], [*cuts, total], strict=True) if last > first]
     items = [engine.draw(rng, place) for place in range(total)]
-    order = list(range(total))
-    if rng.random() < 0.2:
-        for first, last in spans:
-            part = order[first:last]
-            rng.shuffle(part)
-            order[first:last] = part
+    order = order_shown(rng, spans)
     shown = [items[place] for place in order]
     rewritten = [engine.rewritten(item) if rng.random() < 0.02 else item for item in items]
     session = engine.session(rng)
@@ -74,6 +69,17 @@ def conversation(engine: Engine, rng: np.random.Generator) -> Iterator[OracleTur
             swapped=order[own] != list(range(start, last)),
         )
         before = list(served)
+
+
+def order_shown(rng: np.random.Generator, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Places of a row's media as the engine is shown them; a fifth of the conversations shuffles them within turns."""
+    order = list(range(spans[-1][1]))
+    if rng.random() < 0.2:
+        for first, last in spans:
+            part = order[first:last]
+            rng.shuffle(part)
+            order[first:last] = part
+    return order
 
 
 def _request(

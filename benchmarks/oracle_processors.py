@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.front_end import FrontEnd, Processed, RefusedError, as_trained, pixels_of
-from benchmarks.oracle import MODES, OracleTurn, judge, summary
+from benchmarks.oracle import MODES, OracleTurn, judge, order_shown, summary
 from benchmarks.oracle_engines import Served
 from nemo_rl_ext.align.evidence import EngineRequest
 from nemo_rl_ext.align.families.family import Geometry, MediaFamily
@@ -227,12 +227,7 @@ class Oracle:
         items = [draw_item(rng, place, self.case.largest_side) for place in range(total)]
         if total > 1 and rng.random() < 0.05:
             items[1] = dataclasses.replace(items[0], source=items[1].source)
-        order = list(range(total))
-        if rng.random() < 0.2:
-            for first, last in spans:
-                part = order[first:last]
-                rng.shuffle(part)
-                order[first:last] = part
+        order = order_shown(rng, spans)
         shown = [items[place] for place in order]
         shown = [
             _other_frames(item, rng) if item.kind == "video" and rng.random() < 0.1 else item

@@ -97,4 +97,23 @@ def read_receipt(values: Mapping[str, Any]) -> Receipt:
 
 def prompt_digest(token_ids: Sequence[int] | np.ndarray) -> str:
     """SHA-256, in hex, of ids as little-endian int32 `[tokens]`."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+    digest = PromptDigest()
+    digest.update(token_ids)
+    return digest.hex()
+
+
+class PromptDigest:
+    """`prompt_digest` of ids that grow: what was hashed is not hashed again."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._hash = hashlib.sha256()
+
+    def update(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        """The next ids `[tokens]`."""
+        self._hash.update(np.asarray(token_ids, dtype="<i4").tobytes())
+        self.num_tokens += len(token_ids)
+
+    def hex(self) -> str:
+        """The digest of all ids so far."""
+        return self._hash.copy().hexdigest()

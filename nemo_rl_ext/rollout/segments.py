@@ -9,7 +9,6 @@ each is trained on the prompt that it was drawn from: a new segment starts.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import torch
 
 from nemo_rl_ext.align.runs import Grammar, find_all_runs
 from nemo_rl_ext.receipts.evidence import items_of_turn, same_media
-from nemo_rl_ext.receipts.receipt import ItemReceipt, Receipt
+from nemo_rl_ext.receipts.receipt import ItemReceipt, PromptDigest, Receipt
 
 logger = logging.getLogger(__name__)
 
@@ -202,21 +201,6 @@ def _same_start(left: np.ndarray, right: np.ndarray) -> bool:
         and left.strides == right.strides
         and left.__array_interface__["data"] == right.__array_interface__["data"]
     )
-
-
-class PromptDigest:
-    """`prompt_digest` of ids that grow: what was hashed is not hashed again."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._hash = hashlib.sha256()
-
-    def update(self, token_ids: np.ndarray) -> None:
-        self._hash.update(np.asarray(token_ids, dtype="<i4").tobytes())
-        self.num_tokens += len(token_ids)
-
-    def hex(self) -> str:
-        return self._hash.copy().hexdigest()
 
 
 def _own_receipt(turn: EngineTurn, prompt: PromptDigest) -> Receipt | None:

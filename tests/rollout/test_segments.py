@@ -187,6 +187,7 @@ def test_a_receipt_of_other_ids_in_a_long_conversation_is_no_evidence(caplog):
 
 def test_hashing_and_comparing_grow_with_the_ids_and_not_with_the_turns(monkeypatch):
     """Every id is hashed once, however many prompts repeat it."""
+    turns = long_conversation(64, PromptBuffer())
     hashed = []
     update = segments.PromptDigest.update
 
@@ -195,6 +196,5 @@ def test_hashing_and_comparing_grow_with_the_ids_and_not_with_the_turns(monkeypa
         update(self, token_ids)
 
     monkeypatch.setattr(segments.PromptDigest, "update", counting)
-    turns = long_conversation(64, PromptBuffer())
     to_segments(turns, (GRAMMAR,))
     assert sum(hashed) == len(turns[-1].prompt_token_ids)
